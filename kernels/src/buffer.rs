@@ -48,6 +48,8 @@ element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, i16 => I1
 /// Offsets from here on are of the memory of the host that belongs to a device's arena. No device
 /// has as much memory of its own.
 const ON_HOST: usize = 1 << 62;
+/// Offsets from here on are of the part that peers may read where it lies.
+const SHARED: usize = 1 << 61;
 
 /// `len` elements of `dtype` that start `offset` bytes into the arena of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,6 +72,11 @@ impl Buffer {
     /// Where it starts in the host's part of the arena; none: it lies in the device's own memory.
     pub const fn offset_on_host(&self) -> Option<usize> {
         self.offset.checked_sub(ON_HOST)
+    }
+
+    /// Where it starts in the part of the arena that peers may read; none: it lies elsewhere.
+    pub const fn offset_shared(&self) -> Option<usize> {
+        if self.offset < ON_HOST { self.offset.checked_sub(SHARED) } else { None }
     }
 
     /// Elements.
@@ -111,6 +118,7 @@ impl Buffer {
 pub struct ArenaPlan {
     bytes: usize,
     host_bytes: usize,
+    shared_bytes: usize,
 }
 
 impl ArenaPlan {
@@ -135,6 +143,13 @@ impl ArenaPlan {
         buffer
     }
 
+    /// The same in the part of a GPU's memory that its peers may read where it lies.
+    pub fn alloc_shared(&mut self, dtype: DType, len: usize) -> Buffer {
+        let buffer = Buffer { dtype, offset: SHARED + self.shared_bytes, len };
+        self.shared_bytes = Self::behind(self.shared_bytes, buffer);
+        buffer
+    }
+
     /// Where the next buffer starts behind `buffer`, which starts at `start` of its part.
     fn behind(start: usize, buffer: Buffer) -> usize {
         let bytes = buffer.len.checked_mul(buffer.dtype.size());
@@ -151,6 +166,11 @@ impl ArenaPlan {
     /// Bytes of what was allocated on the host.
     pub fn host_bytes(&self) -> usize {
         self.host_bytes
+    }
+
+    /// Bytes of what peers may read.
+    pub fn shared_bytes(&self) -> usize {
+        self.shared_bytes
     }
 }
 
@@ -177,6 +197,19 @@ mod tests {
         assert_eq!([near, a, b].map(|of| of.offset_on_host()), [None, Some(0), Some(512)]);
         assert!(!near.overlaps(&a) && !a.overlaps(&b) && a.overlaps(&a.slice(64, 1)));
         assert_eq!(a.slice(64, 1).reinterpret(DType::U8).offset_on_host(), Some(256));
+    }
+
+    #[test]
+    fn what_peers_read_has_a_place_of_its_own() {
+        let mut plan = ArenaPlan::new();
+        let (own, a) = (plan.alloc(DType::F32, 3), plan.alloc_shared(DType::F32, 65));
+        let (b, far) = (plan.alloc_shared(DType::Bf16, 1), plan.alloc_on_host(DType::U8, 1));
+        assert_eq!((plan.bytes(), plan.host_bytes(), plan.shared_bytes()), (256, 256, 768));
+        let places = [own, a, b, far].map(|of| of.offset_shared());
+        assert_eq!(places, [None, Some(0), Some(512), None]);
+        assert_eq!([a, far].map(|of| of.offset_on_host()), [None, Some(0)]);
+        assert!(!own.overlaps(&a) && !a.overlaps(&b) && a.overlaps(&a.slice(64, 1)));
+        assert_eq!(a.slice(64, 1).reinterpret(DType::U8).offset_shared(), Some(256));
     }
 
     #[test]

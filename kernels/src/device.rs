@@ -146,7 +146,10 @@ impl Device {
         beside: usize,
     ) -> Result<(), KernelError> {
         match self {
-            Device::Cpu(cpu) => cpu.reserve(plan.bytes(), plan.host_bytes()),
+            Device::Cpu(cpu) => {
+                assert_eq!(plan.shared_bytes(), 0, "a processor's peers read none of its memory");
+                cpu.reserve(plan.bytes(), plan.host_bytes())
+            }
             Device::Cuda(cuda) => Ok(cuda.reserve_planned(plan, beside)?),
         }
     }

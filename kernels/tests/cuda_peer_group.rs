@@ -179,14 +179,14 @@ fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 }
 
 fn place<E: moejob_kernels::Element>(rank: &mut Rank, dtype: DType, values: &[E]) -> Buffer {
-    let buffer = rank.plan.alloc(dtype, values.len());
+    let buffer = rank.alloc(dtype, values.len());
     rank.arena.write(buffer, values).expect("written");
     buffer
 }
 
 /// Rows of `dtype` from their bytes.
 fn place_rows(rank: &mut Rank, case: &Case, bytes: &[u8]) -> Buffer {
-    let buffer = rank.plan.alloc(case.dtype, case.rows() * case.dim);
+    let buffer = rank.alloc(case.dtype, case.rows() * case.dim);
     rank.arena.write(buffer.reinterpret(DType::U8), bytes).expect("written");
     buffer
 }
@@ -403,8 +403,13 @@ fn travel(nodes: usize, count: usize) {
         let case = Case::new(&mut random, (nodes, count), dtype, turn);
         let row = case.dim * dtype.size();
         assert!(rooms_of_group(count, nodes * case.tokens, [row; 2], case.top_k) <= ROOMS);
-        gather(&mut ranks, &case, &mut random);
-        scatter(&mut ranks, &case, &mut random);
+        // Of several nodes rows are laid in either case.
+        let ways = if nodes == 1 { &[false, true][..] } else { &[false] };
+        for &in_place in ways {
+            ranks.iter_mut().for_each(|rank| rank.in_place = in_place);
+            gather(&mut ranks, &case, &mut random);
+            scatter(&mut ranks, &case, &mut random);
+        }
         for (dtype, format) in FORMATS {
             let case = Case { dtype, ..case.clone() }.travelling_as(format);
             gather(&mut ranks, &case, &mut random);
@@ -422,8 +427,13 @@ const FORMATS: [(DType, WireFormat); 3] = [
 #[test]
 fn rounds_follow_each_other() {
     let _alone = alone();
+    [false, true].into_iter().for_each(rounds);
+}
+
+fn rounds(in_place: bool) {
     let (count, tokens, dim) = (3, 96, 64);
     let Some(mut ranks) = node(count, LONG) else { return };
+    ranks.iter_mut().for_each(|rank| rank.in_place = in_place);
     // Token t of each rank is needed by ranks t % 3 and (t + 1) % 3.
     let ids: Vec<u32> = (0..count * tokens)
         .flat_map(|row| [(row % tokens % 3) as u32, ((row % tokens + 1) % 3) as u32])
@@ -466,8 +476,13 @@ fn gathered(need: &Need, rows: Buffer) -> GatherRows<'_> {
 #[test]
 fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     let _alone = alone();
+    [false, true].into_iter().for_each(waits_end);
+}
+
+fn waits_end(in_place: bool) {
     let patience = Duration::from_millis(200);
     let op = |rank: &mut Rank| {
+        rank.in_place = in_place;
         let ids = place(rank, DType::U32, &[0_u32, 1, 0, 1]);
         let experts = vec![(0, 1), (1, 1)];
         let need = Need { tokens: 2, top_k: 1, ids, present: 3, experts, nodes: 1, node: 0 };
@@ -508,7 +523,10 @@ fn who_never_comes_is_named_and_a_stop_ends_the_wait() {
     let other = op(&mut ranks[1]);
     let late = &ranks[1];
     let gather = gathered(&other.0, other.1);
-    late.links.gather_rows((&late.stream, &late.arena), &gather).expect("enqueued");
+    // What lay there before the stop may be read where it lies.
+    for _ in 0..if in_place { 2 } else { 1 } {
+        late.links.gather_rows((&late.stream, &late.arena), &gather).expect("enqueued");
+    }
     std::thread::sleep(Duration::from_millis(50));
     assert!(!late.stream.is_idle().expect("asked"), "nobody tells it of rows");
     late.links.stop();

@@ -143,7 +143,8 @@ impl CudaDevice {
             std::thread::sleep(MEMORY_AGAIN);
         }
         self.arena = loop {
-            match Arena::with_host(self.gpu(), wanted.arena, wanted.host) {
+            let (own, host) = (wanted.arena, wanted.host);
+            match Arena::in_parts(self.gpu(), own, host, wanted.shared) {
                 // Between the two somebody else was faster.
                 Err(CudaError::OutOfMemory { .. }) if Instant::now() < until => {
                     std::thread::sleep(MEMORY_AGAIN);
@@ -154,6 +155,10 @@ impl CudaDevice {
         let mut all = ArenaPlan::new();
         let whole = all.alloc(crate::DType::U8, wanted.arena);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
+        if wanted.shared > 0 {
+            let shared = all.alloc_shared(crate::DType::U8, wanted.shared);
+            self.arena.fill_bytes(&self.stream, shared, 0)?;
+        }
         self.stream.synchronize()
     }
 
@@ -164,7 +169,8 @@ impl CudaDevice {
         plan: &ArenaPlan,
         beside: usize,
     ) -> Result<(), CudaError> {
-        self.reserve(Wanted { arena: plan.bytes(), beside, host: plan.host_bytes() })
+        let (arena, host, shared) = (plan.bytes(), plan.host_bytes(), plan.shared_bytes());
+        self.reserve(Wanted { arena, shared, beside, host })
     }
 
     pub fn gpu(&self) -> &Gpu {

@@ -13,7 +13,7 @@ use super::given::{Said, check_name};
 use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
 use super::machine::{device, shares};
-use super::window::Joined;
+use super::window::{Joined, Window};
 use crate::buffer::{Buffer, Element};
 
 /// One GPU and its primary context. Cheap to clone.
@@ -265,6 +265,8 @@ pub struct Arena {
     pub(super) joined: Option<Joined>,
     /// What of the plan lies on the host.
     pub(super) host: Option<HostMemory>,
+    /// What of the plan peers may read.
+    pub(super) shared: Option<Arc<Window>>,
 }
 
 impl Arena {
@@ -279,14 +281,27 @@ impl Arena {
                 return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
             }
         };
-        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None, host: None })
+        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None, host: None, shared: None })
     }
 
-    /// The same with `host_bytes` of the host's memory beside it, all bits zero.
-    pub fn with_host(gpu: &Gpu, bytes: usize, host_bytes: usize) -> Result<Arena, CudaError> {
+    /// The same with `host_bytes` of the host's memory beside it, all bits zero, and
+    /// `shared_bytes` of the GPU's that peers may read.
+    pub fn in_parts(
+        gpu: &Gpu,
+        bytes: usize,
+        host_bytes: usize,
+        shared_bytes: usize,
+    ) -> Result<Arena, CudaError> {
         let mut arena = Arena::new(gpu, bytes)?;
         arena.host = (host_bytes > 0).then(|| HostMemory::new(gpu, host_bytes)).transpose()?;
+        let shared = (shared_bytes > 0).then(|| Window::shared(gpu, shared_bytes));
+        arena.shared = shared.transpose()?.map(Arc::new);
         Ok(arena)
+    }
+
+    /// What of it peers may read.
+    pub fn shared(&self) -> Option<&Arc<Window>> {
+        self.shared.as_ref()
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -302,6 +317,12 @@ impl Arena {
         if let Some(offset) = buffer.offset_on_host() {
             let host = self.host.as_ref().expect("an arena with memory of the host");
             return host.address(offset, buffer.bytes());
+        }
+        if let Some(offset) = buffer.offset_shared() {
+            let shared = self.shared.as_ref().expect("an arena with memory that peers read");
+            let end = offset + buffer.bytes();
+            assert!(end <= shared.bytes(), "{buffer:?} ends outside {shared:?}");
+            return shared.address() + offset as u64;
         }
         let end = buffer.offset() + buffer.bytes();
         assert!(end <= self.bytes, "{buffer:?} ends outside an arena of {} bytes", self.bytes);

@@ -56,6 +56,8 @@ pub enum CudaError {
     NotCaptured { why: String },
     #[error("waiting for the device was given up: {why}")]
     GivenUp { why: String },
+    #[error("position {position} of this node shares nothing of its memory, as this rank does")]
+    NotShared { position: usize },
     #[error("{why}")]
     NoRoom { why: String },
     #[error("{bytes} bytes of this machine's memory for what is offloaded: {why}")]

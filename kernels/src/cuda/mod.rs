@@ -25,7 +25,7 @@
 //! PeerLinks::count_rows(op)     peer_count.rs how many bytes of them pass
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
-//! Arena::with_host(..)          host_memory.rs memory of the host that kernels work on
+//! Arena::in_parts(..)           host_memory.rs memory of the host that kernels work on
 //! GPU and host before an arena   room.rs      whether both have as much as is planned
 //! inspect()                     doctor.rs    what this machine has and lacks
 //! Said::beside(shown)            given.rs     what a container was given, by its variables
@@ -76,6 +76,7 @@ mod optimizer;
 mod peer;
 mod peer_count;
 mod peer_group;
+mod peer_in_place;
 mod rates;
 mod room;
 mod route;

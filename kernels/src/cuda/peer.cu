@@ -1,6 +1,7 @@
 // Rows and counts between the GPUs of a node, by stores into windows that the peers have mapped.
 //
-// Host macros: PEERS_MAX, BLOCKS_MAX, COUNTS_MAX, ROOMS (bytes from a window's begin to its rooms).
+// Host macros: PEERS_MAX, BLOCKS_MAX, COUNTS_MAX, READS (places that a kernel may read of a peer),
+// ROOMS (bytes from a window's begin to its rooms).
 // P positions; `me` is this rank's. Every wait has a deadline, looks at a flag of the host's, and
 // leaves a record of what it waited for. After a failure the kernels of these links do nothing.
 
@@ -10,11 +11,14 @@ struct Mail {
   u64 counts[2][PEERS_MAX][COUNTS_MAX];  // by parity of the epoch and sender: epoch << 32 | count
   // By sender and its block: epoch << 32 | how many of its chunks are here.
   u64 flags[PEERS_MAX][BLOCKS_MAX];
+  // By parity of the epoch and sender: epoch << PLACE_BITS | where to read in what it shares.
+  u64 reads[2][PEERS_MAX][READS];
 };
 static_assert(sizeof(Mail) <= ROOMS, "the mail fits before the rooms");
 
 struct Links {
   u64 windows[PEERS_MAX];  // of each position, as they are mapped here
+  u64 shared[PEERS_MAX];   // likewise what each shares of its arena; 0: nothing
   u32* state;              // in device memory: EPOCH, DONE, COUNTS_EPOCH, FAILED
   u32* control;            // in host memory: STOP, then the record of a failure
   u64 patience;            // ns

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! PeerLinks::new(compiler, desc)      own window: mail, then rooms for rows that arrive
-//! export() -> files to the others;    connect(position, file) for each of theirs
+//! share(memory)                       what the others may read where it lies, if anything
+//! export() -> files to the others;    connect(position, files) for each of theirs
 //! exchange_counts(..), move_rows(..)  one launch each, in one order on all ranks
 //! gather_rows(..), scatter_rows(..)   likewise: tokens of an expert group (peer_group.rs)
 //! check() -> PeerFailure              what a kernel waited for in vain, and whom for
@@ -12,6 +13,7 @@
 //! launches. Links serve one stream. They are dropped when it is drained, never before.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::arch::Arch;
@@ -19,6 +21,7 @@ use super::compile::{Compiler, Source};
 use super::driver::{Arena, Function, Launch, PinnedBuffer, Stream, parameters};
 use super::error::CudaError;
 use super::peer_group::GROUP_THREADS;
+use super::peer_in_place::{InPlaceKernels, PAIR_THREADS};
 use super::window::Window;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 
@@ -31,6 +34,8 @@ pub const COUNTS_MAX: usize = 1024;
 /// Where the rooms begin in a window: its mail takes less.
 const ROOMS: usize = 1 << 19;
 const THREADS: u32 = 1024;
+/// Places in a peer's memory that a kernel may read.
+pub(super) const READS: usize = 3;
 /// Words of the links' state in device memory, and of the host's control.
 const STATE: usize = 4;
 const CONTROL: usize = PASSED + 2 * COUNTERS;
@@ -115,6 +120,7 @@ impl std::error::Error for PeerFailure {}
 #[derive(Clone, Copy)]
 pub(super) struct LinksData {
     windows: [u64; PEERS_MAX],
+    shared: [u64; PEERS_MAX],
     state: u64,
     control: u64,
     patience: u64,
@@ -153,8 +159,12 @@ pub struct PeerLinks {
     exchange_counts: Function,
     return_order: Function,
     pub(super) group: GroupKernels,
+    pub(super) in_place: InPlaceKernels,
     own: Window,
     theirs: Vec<Option<Window>>,
+    /// What others may read of this rank's arena, and this one of theirs.
+    shared: Option<Arc<Window>>,
+    their_shared: Vec<Option<Window>>,
     state: Arena,
     state_at: Buffer,
     control: PinnedBuffer<u32>,
@@ -181,7 +191,7 @@ impl PeerLinks {
         let gpu = compiler.gpu();
         let source = source(Arch::of(gpu)?.target());
         let modules = compiler.load(&[source], &|_, _| ())?;
-        let function = |name| modules[0].function(name);
+        let function = |name: &str| modules[0].function(name);
         let own = Window::new(gpu, ROOMS + rooms)?;
         let mut plan = ArenaPlan::new();
         let state_at = plan.alloc(DType::U32, STATE);
@@ -205,8 +215,11 @@ impl PeerLinks {
                 ],
                 count: function("count_rows")?,
             },
+            in_place: InPlaceKernels::load(function)?,
             own,
             theirs: (0..positions).map(|_| None).collect(),
+            shared: None,
+            their_shared: (0..positions).map(|_| None).collect(),
             state,
             state_at,
             control: PinnedBuffer::new(gpu, CONTROL)?,
@@ -260,16 +273,34 @@ impl PeerLinks {
         &self.desc
     }
 
-    /// The window, for each of the others.
-    pub fn export(&self) -> Result<OwnedFd, CudaError> {
-        self.own.export()
+    /// What the others may read of an arena, `Arena::shared`. All ranks share as much, or none
+    /// shares anything; before anybody exports.
+    pub fn share(&mut self, shared: Arc<Window>) {
+        self.shared = Some(shared);
     }
 
-    /// Opens the window that `position` exported. Its rank has the same `rooms`.
-    pub fn connect(&mut self, position: usize, file: OwnedFd) -> Result<(), CudaError> {
+    /// The window, and what is shared, for each of the others.
+    ///
+    /// # Errors
+    /// The driver exports none.
+    pub fn export(&self) -> Result<Vec<OwnedFd>, CudaError> {
+        let shared = self.shared.iter().map(|shared| shared.export());
+        std::iter::once(self.own.export()).chain(shared).collect()
+    }
+
+    /// Opens what `position` exported. Its rank has the same `rooms`.
+    ///
+    /// # Errors
+    /// It cannot be mapped, or it is not as much as what is shared here.
+    pub fn connect(&mut self, position: usize, files: Vec<OwnedFd>) -> Result<(), CudaError> {
         assert!(position < self.desc.positions && position != self.desc.me, "{position}");
-        let theirs = Window::open(self.own.gpu(), file, self.own.bytes())?;
-        self.theirs[position] = Some(theirs);
+        let mut files = files.into_iter();
+        let mut open = |own: &Window| {
+            let file = files.next().ok_or_else(|| CudaError::NotShared { position })?;
+            Window::open(own.gpu(), file, own.bytes())
+        };
+        self.theirs[position] = Some(open(&self.own)?);
+        self.their_shared[position] = self.shared.as_deref().map(open).transpose()?;
         Ok(())
     }
 
@@ -321,9 +352,11 @@ impl PeerLinks {
 
     /// Links of one position, which knows nobody.
     pub(super) fn alone(&self) -> LinksData {
-        let mut windows = [0; PEERS_MAX];
+        let (mut windows, mut shared) = ([0; PEERS_MAX], [0; PEERS_MAX]);
         windows[0] = self.own.address();
-        LinksData { positions: 1, me: 0, ..self.data_of(windows) }
+        // Of nobody's tokens nothing is read there.
+        shared[0] = windows[0];
+        LinksData { positions: 1, me: 0, ..self.data_of(windows, shared) }
     }
 
     pub(super) fn data(&self) -> LinksData {
@@ -335,12 +368,26 @@ impl PeerLinks {
                 None => panic!("position {position} is not connected"),
             };
         }
-        self.data_of(windows)
+        let mut shared = [0; PEERS_MAX];
+        if let Some(own) = &self.shared {
+            for (position, (to, theirs)) in shared.iter_mut().zip(&self.their_shared).enumerate() {
+                let own = (position == self.desc.me).then_some(&**own);
+                *to = own.or(theirs.as_ref()).map_or(0, Window::address);
+            }
+        }
+        self.data_of(windows, shared)
     }
 
-    fn data_of(&self, windows: [u64; PEERS_MAX]) -> LinksData {
+    /// Whether the others may read all of these.
+    pub(super) fn shares(&self, read: &[Buffer]) -> bool {
+        let all = read.iter().all(|buffer| buffer.offset_shared().is_some());
+        self.shared.is_some() && all
+    }
+
+    fn data_of(&self, windows: [u64; PEERS_MAX], shared: [u64; PEERS_MAX]) -> LinksData {
         LinksData {
             windows,
+            shared,
             state: self.state.address(self.state_at),
             control: self.control.start().expose_provenance() as u64,
             patience: u64::try_from(self.desc.patience.as_nanos()).unwrap_or(u64::MAX),
@@ -487,7 +534,9 @@ pub(super) fn source(target: &'static str) -> Source {
         ("BLOCKS_MAX", BLOCKS_MAX),
         ("COUNTS_MAX", COUNTS_MAX),
         ("ROOMS", ROOMS),
+        ("READS", READS),
         ("GROUP_THREADS", GROUP_THREADS as usize),
+        ("PAIR_THREADS", PAIR_THREADS as usize),
         ("PASSED", PASSED),
     ];
     let parts =
@@ -495,6 +544,7 @@ pub(super) fn source(target: &'static str) -> Source {
             include_str!("wire.cu"),
             include_str!("peer.cu"),
             include_str!("peer_group.cu"),
+            include_str!("peer_in_place.cu"),
             include_str!("peer_count.cu"),
         ];
     Source::new("peer links".to_owned(), target, &macros, &parts)

@@ -10,6 +10,9 @@
 //! all tokens, which `gather_rows` brings along in forward. No size depends on them, so the rooms
 //! hold the worst case ([`rooms_of_group`]).
 //!
+//! Where all that others read lies in what ranks share, it is read there (peer_in_place.rs).
+//! Otherwise, where rows are packed or the group lies on several nodes, it is laid into windows.
+//!
 //! A group may lie on `N` nodes with `P` ranks each, of which the links join one. Rows are then
 //! [N P T, D] by (node, position, token), and a position's own ones those of its place on every
 //! node, `N T`: others bring them there, and carry the node's sums of them on.
@@ -230,6 +233,13 @@ impl PeerLinks {
         let wire = op.format.map_or(bytes, |format| format.row_bytes(dim));
         let whole = op.format.is_none() || dim.is_multiple_of(16);
         assert!(whole && wire.is_multiple_of(16), "{op:?}");
+        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
+        let mut read = vec![op.rows];
+        read.extend(op.weights.into_iter().flat_map(|weights| [op.need.ids, weights]));
+        if op.format.is_none() && self.are_read_in_place(op.need.nodes, &read) {
+            let sizes = (bytes as u32, lanes(bytes));
+            return self.gather_in_place((stream, arena), op, need, sizes);
+        }
         op.need.check_rooms(desc, [wire, 0]);
         let kernel = &self.group.gather[gather_of(op.format, op.rows.dtype())];
         let data = GatherData {
@@ -244,7 +254,6 @@ impl PeerLinks {
             chunk: chunk(wire),
             step: op.step,
         };
-        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
         let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
         // SAFETY: the parameters are those of `gather_..`; buffers and rooms were checked.
         unsafe { kernel.launch(stream, launch, parameters![links, data]) }
@@ -264,7 +273,7 @@ impl PeerLinks {
     ) -> Result<(), CudaError> {
         let desc = self.desc();
         let bytes = op.need.row_bytes(desc, op.rows, op.slots);
-        op.need.check_rooms(desc, [0, bytes]);
+        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
         let kind = match op.rows.dtype() {
             DType::F32 => 0,
             DType::Bf16 => 1,
@@ -279,9 +288,17 @@ impl PeerLinks {
                 arena.address(of)
             })
         });
+        let need = op.need.data(desc, arena);
+        let mut read = vec![op.rows];
+        read.extend(op.slots);
+        if self.are_read_in_place(op.need.nodes, &read) {
+            let sizes = (bytes as u32, lanes(bytes));
+            return self.scatter_in_place((stream, arena), op, (need, onto, kind), sizes);
+        }
+        op.need.check_rooms(desc, [0, bytes]);
         let data = ScatterData {
             onto,
-            need: op.need.data(desc, arena),
+            need,
             rows: arena.address(op.rows),
             slots: op.slots.map_or(0, |slots| arena.address(slots)),
             room: 0,
@@ -290,7 +307,6 @@ impl PeerLinks {
             chunk: chunk(bytes),
             step: op.step,
         };
-        assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
         let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
         // SAFETY: the parameters are those of `scatter_..`; buffers and rooms were checked.
         unsafe { self.group.scatter[kind].launch(stream, launch, parameters![links, data]) }
@@ -310,6 +326,7 @@ impl PeerLinks {
         // SAFETY: the parameters are those of the kernels; without tokens they touch mail alone.
         unsafe {
             self.warm_up_count((stream, once), links, need)?;
+            self.in_place.warm_up(stream, links, need)?;
             self.group.gather.iter().try_for_each(|kernel| {
                 kernel.launch(stream, once, parameters![links, gather])
             })?;
@@ -321,13 +338,18 @@ impl PeerLinks {
 }
 
 impl CudaDevice {
-    /// Links of this GPU to others of the node, connected to nobody yet.
+    /// Links of this GPU to others of the node, connected to nobody yet. Others may read what of
+    /// the arena is planned for that.
     ///
     /// # Errors
     /// It has no memory for them, or none that other processes can map.
     pub fn peer_links(&self, desc: PeerDesc) -> Result<PeerLinks, CudaError> {
         self.gpu().make_current()?;
-        PeerLinks::new(&self.compiler, desc)
+        let mut links = PeerLinks::new(&self.compiler, desc)?;
+        if let Some(shared) = self.arena.shared() {
+            links.share(shared.clone());
+        }
+        Ok(links)
     }
 
     /// Enqueues [`PeerLinks::gather_rows`] among the ops.

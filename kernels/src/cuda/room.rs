@@ -17,6 +17,8 @@ use super::nvml::{GpuProcess, Monitor, Nvml};
 pub(super) struct Wanted {
     /// Of the GPU: what is taken next, and what follows it.
     pub arena: usize,
+    /// What of the arena peers may read.
+    pub shared: usize,
     pub beside: usize,
     pub host: usize,
 }
@@ -68,7 +70,7 @@ pub(super) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError>
 
 fn judge(wanted: Wanted, there: There) -> Option<Lack> {
     let There { free, total, host } = there;
-    let of_device = wanted.arena.saturating_add(wanted.beside);
+    let of_device = wanted.arena.saturating_add(wanted.shared).saturating_add(wanted.beside);
     if of_device > free {
         return Some(Lack::Device { wanted: of_device, free, total });
     }
@@ -158,7 +160,8 @@ mod tests {
     fn there_is_room_or_something_is_missing() {
         let there = There { free: 50 * GIB, total: 80 * GIB, host: Some(9 * GIB) };
         let of = |arena, beside, host| {
-            let wanted = Wanted { arena: arena * GIB, beside: beside * GIB, host: host * GIB };
+            let [arena, beside, host] = [arena, beside, host].map(|of| of * GIB);
+            let wanted = Wanted { arena, beside, host, ..Wanted::default() };
             judge(wanted, there)
         };
         assert_eq!(of(48, 2, 9), None);
@@ -170,7 +173,8 @@ mod tests {
         let lasts = [of(49, 2, 0), of(81, 0, 0), of(1, 1, 10)];
         assert_eq!(lasts.map(|lack| lack.expect("one").is_for_ever()), [false, true, false]);
         let unknown = There { host: None, ..there };
-        assert_eq!(judge(Wanted { arena: GIB, beside: 0, host: usize::MAX }, unknown), None);
+        let wanted = Wanted { arena: GIB, host: usize::MAX, ..Wanted::default() };
+        assert_eq!(judge(wanted, unknown), None);
     }
 
     #[test]

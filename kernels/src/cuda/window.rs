@@ -34,8 +34,21 @@ unsafe impl Sync for Window {}
 impl Window {
     /// At least `bytes` of this GPU's memory, as they come.
     pub fn new(gpu: &Gpu, bytes: usize) -> Result<Window, CudaError> {
-        let bytes = bytes.max(1).next_multiple_of(granularity(gpu)?);
-        Window::mapped(gpu, create(gpu, bytes)?, bytes)
+        let bytes = bytes.max(1).next_multiple_of(granularity(gpu, POSIX_FILE)?);
+        Window::mapped(gpu, create(gpu, bytes, POSIX_FILE)?, bytes)
+    }
+
+    /// The same for memory that is needed in any case: where the driver exports none, its export
+    /// fails.
+    pub(super) fn shared(gpu: &Gpu, bytes: usize) -> Result<Window, CudaError> {
+        match Window::new(gpu, bytes) {
+            Err(error) if !matches!(error, CudaError::OutOfMemory { .. }) => {
+                let none = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
+                let bytes = bytes.max(1).next_multiple_of(granularity(gpu, none)?);
+                Window::mapped(gpu, create(gpu, bytes, none)?, bytes)
+            }
+            made => made,
+        }
     }
 
     /// The window of `bytes` that another process exported.
@@ -169,7 +182,7 @@ impl Arena {
     /// An arena of at least `bytes`, behind which `window` lies: at [`Arena::bytes`] less the
     /// window's. The streams that use it are drained before it is dropped, which does not wait.
     pub fn joined(gpu: &Gpu, bytes: usize, window: &Window) -> Result<Arena, CudaError> {
-        let own = bytes.max(1).next_multiple_of(granularity(gpu)?);
+        let own = bytes.max(1).next_multiple_of(granularity(gpu, POSIX_FILE)?);
         let whole = own + window.bytes;
         let mut base = 0;
         // SAFETY: the target is valid for the call; given back when it is dropped.
@@ -179,7 +192,7 @@ impl Arena {
         let mut joined = Joined { base, bytes: whole, mapped: Vec::new() };
         while joined.end() < own {
             let piece = PIECE.min(own - joined.end());
-            let handle = create(gpu, piece)?;
+            let handle = create(gpu, piece, POSIX_FILE)?;
             let mapped = joined.append(handle, piece);
             // SAFETY: created above; from here on the mapping alone keeps the memory.
             let _ = unsafe { sys::cuMemRelease(handle) };
@@ -187,13 +200,17 @@ impl Arena {
         }
         joined.append(window.handle, window.bytes)?;
         allow(gpu, base, whole)?;
-        Ok(Arena { base, bytes: whole, gpu: gpu.clone(), joined: Some(joined), host: None })
+        let (gpu, joined) = (gpu.clone(), Some(joined));
+        Ok(Arena { base, bytes: whole, gpu, joined, host: None, shared: None })
     }
 }
 
 /// What every piece of memory is a multiple of.
-fn granularity(gpu: &Gpu) -> Result<usize, CudaError> {
-    let (property, mut granularity) = (property(gpu), 0);
+fn granularity(
+    gpu: &Gpu,
+    exported: sys::CUmemAllocationHandleType,
+) -> Result<usize, CudaError> {
+    let (property, mut granularity) = (property(gpu, exported), 0);
     let least = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
     // SAFETY: both pointers are valid for the call.
     unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &property, least) }
@@ -203,8 +220,12 @@ fn granularity(gpu: &Gpu) -> Result<usize, CudaError> {
 }
 
 /// Memory that its caller releases.
-fn create(gpu: &Gpu, bytes: usize) -> Result<sys::CUmemGenericAllocationHandle, CudaError> {
-    let (property, mut handle) = (property(gpu), 0);
+fn create(
+    gpu: &Gpu,
+    bytes: usize,
+    exported: sys::CUmemAllocationHandleType,
+) -> Result<sys::CUmemGenericAllocationHandle, CudaError> {
+    let (property, mut handle) = (property(gpu, exported), 0);
     // SAFETY: both pointers are valid for the call.
     let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &property, 0) };
     if created == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
@@ -233,11 +254,11 @@ fn location(gpu: &Gpu) -> sys::CUmemLocation {
     sys::CUmemLocation { type_, id: gpu.ordinal() }
 }
 
-/// Memory of `gpu` that can be exported as a file.
-fn property(gpu: &Gpu) -> sys::CUmemAllocationProp {
+/// Memory of `gpu` that can be `exported` so.
+fn property(gpu: &Gpu, exported: sys::CUmemAllocationHandleType) -> sys::CUmemAllocationProp {
     sys::CUmemAllocationProp {
         type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: POSIX_FILE,
+        requestedHandleTypes: exported,
         location: location(gpu),
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {

@@ -17,6 +17,8 @@ pub struct Rank {
     pub arena: Arena,
     pub stream: Stream,
     pub plan: ArenaPlan,
+    /// What travels lies where the others read it.
+    pub in_place: bool,
 }
 
 impl Rank {
@@ -24,6 +26,14 @@ impl Rank {
         let buffer = self.plan.alloc(DType::U32, values.len());
         self.arena.write(buffer, values).expect("written");
         buffer
+    }
+
+    /// Memory for what travels.
+    pub fn alloc(&mut self, dtype: DType, len: usize) -> Buffer {
+        match self.in_place {
+            true => self.plan.alloc_shared(dtype, len),
+            false => self.plan.alloc(dtype, len),
+        }
     }
 
     pub fn room(&self, plan: &mut ArenaPlan, bytes: usize) -> Vec<u8> {
@@ -52,16 +62,17 @@ pub fn node(count: usize, patience: Duration) -> Option<Vec<Rank>> {
     let compiler = Compiler::new(&gpu, default_cache_dir()).expect("NVRTC");
     let rank = |me| {
         let desc = PeerDesc { positions: count, me, rooms: ROOMS, patience };
-        let links = PeerLinks::new(&compiler, desc).expect("a window");
-        let (arena, stream) = (Arena::new(&gpu, ARENA), gpu.stream());
+        let mut links = PeerLinks::new(&compiler, desc).expect("a window");
+        let (arena, stream) = (Arena::in_parts(&gpu, ARENA, 0, ARENA), gpu.stream());
         let (arena, stream) = (arena.expect("memory"), stream.expect("a stream"));
-        Rank { links, arena, stream, plan: ArenaPlan::new() }
+        links.share(arena.shared().expect("memory that others read").clone());
+        Rank { links, arena, stream, plan: ArenaPlan::new(), in_place: false }
     };
     let mut ranks: Vec<Rank> = (0..count).map(rank).collect();
     for to in 0..count {
         for from in (0..count).filter(|from| *from != to) {
-            let file = ranks[from].links.export().expect("a file");
-            ranks[to].links.connect(from, file).expect("opened");
+            let files = ranks[from].links.export().expect("files");
+            ranks[to].links.connect(from, files).expect("opened");
         }
     }
     Some(ranks)

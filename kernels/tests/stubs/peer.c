@@ -1,5 +1,5 @@
 /* Windows of peers, where STUB_WINDOWS is set: files that processes map, and the kernels of peer.cu
-   and peer_group.cu as their contracts say, one row after the other. */
+   and peer_in_place.cu as their contracts say, one row after the other. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -8,20 +8,21 @@
 
 typedef unsigned long long address;
 typedef unsigned u32;
-enum { PEERS = 16, ROOMS = 1 << 19, TURNS = 0, PLACES = 1024, COUNTS = 1 << 16 };
+enum { PEERS = 16, ROOMS = 1 << 19, TURNS = 0, PLACES = 1024, READS_AT = 2048, COUNTS = 1 << 16 };
+enum { READS = 3 };
 
-struct links { address windows[PEERS], state, control, patience; u32 positions, me; };
+struct links { address windows[PEERS], shared[PEERS], state, control, patience; u32 positions, me; };
 struct move { address from, take, starts, places, room; u32 room_rows, bytes, lanes, step; };
 struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k, nodes; };
 struct gather {
     struct need need;
-    address rows, words[2], room;
-    u32 bytes, wire, dim, lanes, chunk, step;
+    address rows, words[2], reads[READS];
+    u32 bytes, lanes, step;
 };
 struct scatter {
     struct need need;
-    address rows, slots, onto[2], room;
-    u32 bytes, lanes, chunk, step;
+    address rows, slots, onto[2], reads[READS];
+    u32 bytes, lanes, step;
 };
 
 static char *mail(const struct links *links, u32 p, size_t at) {
@@ -79,17 +80,25 @@ static int needs(const struct need *need, size_t row, u32 position) {
 static int comes(const struct need *need, u32 from, size_t row, u32 to) {
     return from != to && need->present >> from & 1 && needs(need, row, to);
 }
+/* Where a read of position p begins, of what it has told by its place in the mail. */
+static char *theirs(const struct links *links, u32 p, u32 read) {
+    address *told = (address *)mail(links, links->me, READS_AT + 32 * p);
+    return (char *)links->shared[p] + told[read];
+}
+static void tell_reads(const struct links *links, const address *reads) {
+    for (u32 p = 0; p < links->positions; p++)
+        memcpy(mail(links, p, READS_AT + 32 * links->me), reads, READS * sizeof *reads);
+    meet(links);
+}
 static void gather(const struct links *links, const struct gather *op) {
-    const size_t tokens = op->need.tokens, part = tokens * op->bytes;
-    if (op->need.nodes != 1) abort(); /* rails: not here */
-    meet(links);
-    memcpy(mail(links, links->me, ROOMS + op->room), (char *)op->rows + links->me * part, part);
-    meet(links);
+    const size_t tokens = op->need.tokens;
+    if (op->words[0]) abort(); /* engines alone ask for it */
+    tell_reads(links, op->reads);
     for (size_t row = 0; row < tokens * links->positions; row++) {
         u32 from = row / tokens;
         if (comes(&op->need, from, row, links->me))
             memcpy((char *)op->rows + row * op->bytes,
-                   mail(links, from, ROOMS + op->room + row % tokens * op->bytes), op->bytes);
+                   theirs(links, from, 0) + row * op->bytes, op->bytes);
     }
     meet(links);
 }
@@ -103,26 +112,15 @@ static float wide(unsigned short number) {
 static void scatter(const struct links *links, const struct scatter *op) {
     const size_t tokens = op->need.tokens;
     const u32 me = links->me;
-    if (op->need.nodes != 1 || op->onto[0]) abort(); /* engines alone ask for it */
-    meet(links);
-    for (size_t row = 0; row < tokens * links->positions; row++) {
-        u32 to = row / tokens;
-        size_t place = (me - (me > to)) * tokens + row % tokens;
-        if (comes(&op->need, to, row, me) && to != me)
-            memcpy(mail(links, to, ROOMS + op->room + place * op->bytes),
-                   (char *)op->rows + row * op->bytes, op->bytes);
-    }
-    meet(links);
-    for (size_t t = 0; t < tokens; t++) {
-        unsigned short *own = (unsigned short *)((char *)op->rows + (me * tokens + t) * op->bytes);
+    if (op->onto[0] || op->slots) abort(); /* engines alone ask for it */
+    tell_reads(links, op->reads);
+    for (size_t row = me * tokens; row < (me + 1) * tokens; row++) {
+        unsigned short *own = (unsigned short *)((char *)op->rows + row * op->bytes);
         for (u32 w = 0; w < op->bytes / 2; w++) {
             float sum = 0;
-            for (u32 q = 0; q < links->positions; q++) {
-                size_t place = (q - (q > me)) * tokens + t;
-                char *theirs = mail(links, me, ROOMS + op->room + place * op->bytes);
-                if (needs(&op->need, me * tokens + t, q))
-                    sum += wide(q == me ? own[w] : ((unsigned short *)theirs)[w]);
-            }
+            for (u32 q = 0; q < links->positions; q++)
+                if (needs(&op->need, row, q))
+                    sum += wide(((unsigned short *)(theirs(links, q, 0) + row * op->bytes))[w]);
             u32 bits;
             memcpy(&bits, &sum, 4);
             own[w] = bits >> 16;
@@ -135,8 +133,9 @@ static int moves(const char *kernel, void **given) {
     if (!getenv("STUB_WINDOWS")) return 0;
     const struct links *links = given[0];
     if (!strcmp(kernel, "move_rows")) move(links, given[1]);
-    else if (!strcmp(kernel, "gather_rows")) gather(links, given[1]);
-    else if (!strcmp(kernel, "scatter_bf16")) scatter(links, given[1]);
+    else if (!strcmp(kernel, "gather_in_place")) gather(links, given[1]);
+    else if (!strcmp(kernel, "scatter_two_bf16")) scatter(links, given[1]);
+    else if (!strcmp(kernel, "scatter_all_bf16")) scatter(links, given[1]);
     else if (!strcmp(kernel, "exchange_counts"))
         counts(links, *(u32 **)given[1], *(u32 **)given[2], *(u32 *)given[3]);
     else return 0;

@@ -210,6 +210,10 @@ pub trait Planner {
     /// Starts the part of memory that the next buffers belong to.
     fn part(&mut self, name: &'static str);
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Self::Buffer;
+    /// The same where the other GPUs of a node may read it.
+    fn alloc_shared(&mut self, kind: Kind, rows: Rows, width: u64) -> Self::Buffer {
+        self.alloc(kind, rows, width)
+    }
     /// `len` elements of the part `name` in the memory of a GPU's host.
     fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) -> Self::Buffer;
     /// The part at `at` of a buffer that has as many in each of `parts`.
@@ -395,6 +399,13 @@ impl Shape {
     /// them before, and the own ones lie in one piece among those of the group.
     pub fn leaves_in_place(&self) -> bool {
         self.chunks == 1 && !self.formats.packs()
+    }
+
+    /// Through windows, tokens and what becomes of them are read where they lie: they travel as
+    /// they are, and nobody else carries them on.
+    pub fn reads_in_place(&self) -> bool {
+        let on_gpus = self.types.sums == Sums::Buckets && !self.on_cpu;
+        on_gpus && self.rails.is_none() && !self.formats.packs()
     }
 
     /// What is needed to compute with weights alone: no gradients, no moments, no masters.

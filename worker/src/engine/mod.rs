@@ -8,6 +8,7 @@
 //! Forward and backward enqueue ops and verbs of links, and return nothing. In a step the host
 //! writes batches and StepParams, and reads StepNumbers.
 
+mod arena;
 pub mod handles;
 pub mod group;
 pub(crate) mod beside;

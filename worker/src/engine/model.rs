@@ -8,6 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
+use crate::engine::arena::{ArenaPlanner, dtype};
 use crate::engine::beside::Chunked;
 use crate::engine::buckets::Places;
 use crate::engine::fused;
@@ -22,12 +23,12 @@ use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{
-    ArenaPlan, Buffer, DType, Device, HeadDesc, IGNORE, KernelError, LossScale,
+    ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale,
 };
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Kind, Planner, Rows, Shape, Sums, beside_arena};
+use moejob_protocol::memory::{Shape, Sums, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param, QkNorm};
 use moejob_protocol::owners::Owners;
 use moejob_protocol::zero::Zero;
@@ -79,48 +80,6 @@ pub struct Model {
     pub(crate) router_scale: f64,
     /// Behind the device, which writes to memory that is kept here.
     pub(crate) lane: Lane,
-}
-
-/// The device's arena, from the list that the plan counts.
-struct ArenaPlanner<'a> {
-    shape: &'a Shape,
-    plan: ArenaPlan,
-}
-
-impl Planner for ArenaPlanner<'_> {
-    type Buffer = Buffer;
-
-    fn part(&mut self, _name: &'static str) {}
-
-    fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Buffer {
-        let rows = match rows {
-            Rows::Fixed(rows) => rows,
-            Rows::Routed => self.shape.worst.routed,
-            Rows::Arrived => self.shape.worst.arrived,
-        };
-        self.plan.alloc(dtype(kind), (rows * width) as usize)
-    }
-
-    fn alloc_on_host(&mut self, _name: &'static str, kind: Kind, len: u64) -> Buffer {
-        self.plan.alloc_on_host(dtype(kind), len as usize)
-    }
-
-    fn part_of(&mut self, whole: Buffer, at: u64, parts: u64) -> Buffer {
-        let len = whole.len() / parts as usize;
-        whole.slice(at as usize * len, len)
-    }
-}
-
-pub(crate) fn dtype(kind: Kind) -> DType {
-    match kind {
-        Kind::F32 => DType::F32,
-        Kind::F64 => DType::F64,
-        Kind::Bf16 => DType::Bf16,
-        Kind::F16 => DType::F16,
-        Kind::I16 => DType::I16,
-        Kind::U32 => DType::U32,
-        Kind::U8 => DType::U8,
-    }
 }
 
 impl Model {

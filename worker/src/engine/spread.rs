@@ -12,8 +12,10 @@
 //! in a thousand.
 //!
 //! Where the group has windows, a token travels to the ranks alone that have one of its experts
-//! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. Of a
-//! group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
+//! (`links/peer.rs`). The rows of all others then say nothing, and nothing here reads them. What
+//! others read of `Spread` and `SpreadScratch` in one exchange is not written before the next one
+//! was enqueued: x and choices are read out, sums back, the gradient of outputs out, and so on. Of
+//! a group on several nodes tokens may travel between nodes first (`links/tokens.rs`).
 //!
 //! In several chunks of tokens all of it is done for each (`portion.rs`): what travels of one is
 //! beside what the experts compute of another. Gradients of weights are then added up chunk by
@@ -110,7 +112,10 @@ impl Model {
         let tokens = here.desc.tokens / ranks.len();
         let [positions, tokens, top_k] =
             [ranks.len(), tokens, here.desc.top_k].map(|count| count as u64);
-        let rooms = window_rooms(positions, tokens, bytes, top_k) as usize;
+        let rooms = match self.shape.reads_in_place() {
+            true => 0,
+            false => window_rooms(positions, tokens, bytes, top_k) as usize,
+        };
         // Beside products every block takes a multiprocessor from them.
         let most = (self.shape.chunks > 1).then(|| Chunked::said().blocks as usize);
         Some(Near { ranks, rooms, wanted, most, patience })

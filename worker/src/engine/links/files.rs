@@ -1,7 +1,7 @@
 //! Open files between the engines of one machine, each to each.
 //!
 //! ```text
-//! Desk::open() -> Seat, which all are told -> exchange(seats, file) -> a file of each other one
+//! Desk::open() -> Seat, which all are told -> exchange(seats, files) -> as many of each other one
 //! ```
 //! A desk is a socket of datagrams with an abstract name: it exists in a network namespace, and
 //! needs no folder and no right. Anybody there could write to it, so what counts has the secret of
@@ -9,7 +9,7 @@
 
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 const EXCHANGE_MAX: Duration = Duration::from_secs(10);
 /// Between two looks at those whose queue was full.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
-/// More than one file comes with none.
+/// In one message.
 const FILES_MAX: usize = 4;
 
 /// Where a desk is.
@@ -74,8 +74,8 @@ impl Desk {
         &self.seat
     }
 
-    /// Gives `file` to each of `seats` but the `me`-th, which is this desk's; theirs, by number.
-    /// `over` ends it.
+    /// Gives `files`, four at most, to each of `seats` but the `me`-th, which is this desk's;
+    /// theirs, by number. `over` ends it.
     ///
     /// # Errors
     /// Not all came in time, or the system passes no files.
@@ -83,22 +83,22 @@ impl Desk {
         &self,
         me: usize,
         seats: &[Seat],
-        file: &OwnedFd,
+        files: &[OwnedFd],
         over: &dyn Fn() -> bool,
-    ) -> io::Result<BTreeMap<usize, OwnedFd>> {
+    ) -> io::Result<BTreeMap<usize, Vec<OwnedFd>>> {
         let until = Instant::now() + EXCHANGE_MAX;
         let mut came = BTreeMap::new();
         let mut left: Vec<usize> = (0..seats.len()).filter(|seat| *seat != me).collect();
         loop {
             let mut waiting = Vec::new();
             for to in left {
-                if !give(&seats[to], me, file)? {
+                if !give(&seats[to], me, files)? {
                     waiting.push(to);
                 }
             }
             left = waiting;
-            while let Some((from, file)) = self.take(seats.len())? {
-                came.insert(from, file);
+            while let Some((from, files)) = self.take(seats.len())? {
+                came.insert(from, files);
             }
             if left.is_empty() && came.len() + 1 == seats.len() {
                 return Ok(came);
@@ -116,8 +116,8 @@ impl Desk {
         }
     }
 
-    /// The next file that has come, and from whom; what is none of ours is passed over.
-    fn take(&self, seats: usize) -> io::Result<Option<(usize, OwnedFd)>> {
+    /// The next files that have come, and from whom; what is none of ours is passed over.
+    fn take(&self, seats: usize) -> io::Result<Option<(usize, Vec<OwnedFd>)>> {
         loop {
             let mut bytes = [0; 128];
             let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
@@ -139,8 +139,8 @@ impl Desk {
             let text = std::str::from_utf8(&bytes[..len]).unwrap_or_default();
             let from = text.strip_prefix(self.seat.secret.as_str());
             let from = from.and_then(|from| from.trim().parse().ok()).filter(|from| *from < seats);
-            if let (Some(from), Some(file)) = (from, files.pop()) {
-                return Ok(Some((from, file)));
+            if let Some(from) = from.filter(|_| !files.is_empty()) {
+                return Ok(Some((from, files)));
             }
         }
     }
@@ -151,15 +151,17 @@ fn address(seat: &Seat) -> io::Result<SocketAddr> {
 }
 
 /// False: the other's queue is full.
-fn give(to: &Seat, me: usize, file: &OwnedFd) -> io::Result<bool> {
+fn give(to: &Seat, me: usize, files: &[OwnedFd]) -> io::Result<bool> {
     let socket = UnixDatagram::unbound()?;
     socket.connect_addr(&address(to)?)?;
     let text = format!("{} {me}", to.secret);
-    let files = [file.as_fd()];
+    let files: Vec<BorrowedFd> = files.iter().map(AsFd::as_fd).collect();
     loop {
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&files));
+        if !control.push(SendAncillaryMessage::ScmRights(&files)) {
+            return Err(io::Error::other(format!("{} files at once", files.len())));
+        }
         let parts = [IoSlice::new(text.as_bytes())];
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         match sendmsg(&socket, &parts, &mut control, flags) {
@@ -178,17 +180,23 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::sync::Barrier;
 
-    fn marked(number: usize) -> OwnedFd {
-        let mut file = tempfile::tempfile().expect("a file");
-        file.write_all(format!("of {number}").as_bytes()).expect("written");
-        file.into()
+    /// As many as ranks give each other.
+    fn marked(number: usize) -> [OwnedFd; 2] {
+        [1, 2].map(|which| {
+            let mut file = tempfile::tempfile().expect("a file");
+            file.write_all(format!("{which} of {number}").as_bytes()).expect("written");
+            file.into()
+        })
     }
 
-    fn text(file: OwnedFd) -> String {
-        // All who got the file share its position, so nobody may read by it.
-        let mut bytes = [0; 16];
-        let len = std::fs::File::from(file).read_at(&mut bytes, 0).expect("read");
-        String::from_utf8_lossy(&bytes[..len]).into_owned()
+    fn texts(files: Vec<OwnedFd>) -> Vec<String> {
+        let text = |file| {
+            // All who got the file share its position, so nobody may read by it.
+            let mut bytes = [0; 16];
+            let len = std::fs::File::from(file).read_at(&mut bytes, 0).expect("read");
+            String::from_utf8_lossy(&bytes[..len]).into_owned()
+        };
+        files.into_iter().map(text).collect()
     }
 
     /// Also of more than a queue of datagrams holds.
@@ -207,8 +215,9 @@ mod tests {
                         let came = desk.exchange(me, seats, &marked(me), &|| false);
                         let came = came.expect("all are here");
                         assert_eq!(came.len(), count - 1);
-                        for (from, file) in came {
-                            assert_eq!(text(file), format!("of {from}"));
+                        for (from, files) in came {
+                            let expected = [1, 2].map(|which| format!("{which} of {from}"));
+                            assert_eq!(texts(files), expected);
                         }
                     });
                 }
@@ -228,7 +237,8 @@ mod tests {
         assert!(error.to_string().contains("position 1 is late"), "{error}");
         assert!(give(&seats[0], 1, &marked(1)).expect("sent"));
         let came = desk.exchange(0, &seats, &marked(0), &|| false).expect("it came");
-        assert_eq!(came.into_values().map(text).collect::<Vec<_>>(), ["of 1"]);
+        let came: Vec<Vec<String>> = came.into_values().map(texts).collect();
+        assert_eq!(came, [["1 of 1", "2 of 1"]]);
     }
 
     #[test]

@@ -360,12 +360,12 @@ impl Own {
     /// Opens the others' windows.
     fn connect(self, seats: &[Seat], lookout: &Lookout) -> Result<Arc<Windows>, String> {
         let Own { mut links, desk, position, blocks } = self;
-        let file = links.export().map_err(|error| chain(&error))?;
+        let files = links.export().map_err(|error| chain(&error))?;
         let over = || lookout.look().is_err();
-        let files = desk.exchange(position, seats, &file, &over);
-        let files = files.map_err(|error| format!("windows were not handed over: {error}"))?;
-        for (from, file) in files {
-            links.connect(from, file).map_err(|error| chain(&error))?;
+        let all = desk.exchange(position, seats, &files, &over);
+        let all = all.map_err(|error| format!("windows were not handed over: {error}"))?;
+        for (from, files) in all {
+            links.connect(from, files).map_err(|error| chain(&error))?;
         }
         let links = Mutex::new(Some(links));
         Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks }))

@@ -1,9 +1,9 @@
 //! Memory of a rank, with the numbers that travel.
 
 use super::truth::{Numbers, READ_MAX};
-use super::verb::{Call, row_bytes, rows_of};
+use super::verb::{Call, rows_of};
 use half::bf16;
-use moejob_kernels::cuda::{Arena, CudaError, Event, Gpu, Need, Stream, rooms_of_group};
+use moejob_kernels::cuda::{Arena, CudaError, Event, Gpu, Need, Stream};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 
 /// Where the numbers are.
@@ -37,11 +37,13 @@ impl Bed {
         let positions = world as usize;
         let most = sizes.iter().copied().max().unwrap_or(0) / size_of::<bf16>();
         let mut plan = ArenaPlan::new();
-        let [from, to] = [(); 2].map(|()| plan.alloc(DType::Bf16, most));
+        let from = plan.alloc(DType::Bf16, most);
+        // Where tokens that travel lie in a step.
+        let to = plan.alloc_shared(DType::Bf16, most);
         let ids = plan.alloc(DType::U32, slots(&sizes, positions));
         let (starts, places) =
             (plan.alloc(DType::U32, positions + 1), plan.alloc(DType::U32, positions));
-        let arena = Arena::new(gpu, plan.bytes())?;
+        let arena = Arena::in_parts(gpu, plan.bytes(), 0, plan.shared_bytes())?;
         let numbers = Numbers::of(rank);
         let mut piece = vec![bf16::ZERO; READ_MAX.min(most)];
         for start in (0..most).step_by(piece.len().max(1)) {
@@ -80,7 +82,7 @@ impl Bed {
 /// Bytes that a rank needs on its GPU, without what NCCL takes: by the sizes of its results.
 pub(super) fn bytes_needed(sizes: &[usize], world: usize) -> usize {
     let most = sizes.iter().copied().max().unwrap_or(0);
-    2 * most + rooms(sizes, world) + 4 * slots(sizes, world)
+    2 * most + rooms(sizes) + 4 * slots(sizes, world)
 }
 
 /// Choices of all tokens of the largest group.
@@ -88,12 +90,9 @@ fn slots(sizes: &[usize], world: usize) -> usize {
     sizes.iter().map(|size| rows_of(size / world) * world * world).max().unwrap_or(0)
 }
 
-pub(super) fn rooms(sizes: &[usize], world: usize) -> usize {
-    let of = |size: &usize| {
-        let part = size / world;
-        rooms_of_group(world, rows_of(part), [row_bytes(part); 2], world).max(*size)
-    };
-    sizes.iter().map(of).max().unwrap_or(0).next_multiple_of(16)
+/// Of an all-to-all alone: other verbs read where the numbers lie.
+pub(super) fn rooms(sizes: &[usize]) -> usize {
+    sizes.iter().copied().max().unwrap_or(0).next_multiple_of(16)
 }
 
 #[cfg(test)]
@@ -108,9 +107,6 @@ mod tests {
         let slots = 2 * 32768 * 2;
         assert_eq!(super::slots(&sizes, 2), slots);
         assert_eq!(bytes_needed(&sizes, 2), 3 * (256 << 20) + 4 * slots);
-        // Rows that the others bring, and a word for each of their choices.
-        let (eight, part) = (rooms(&sizes, 8), 32 << 20);
-        assert_eq!(eight, (256 << 20).max(7 * (part + 8192 * 4 * 8)));
         assert_eq!(bytes_needed(&[], 2), 0);
     }
 }

@@ -187,10 +187,13 @@ impl Rank {
     fn window(&mut self) -> Result<Reply, Trouble> {
         let bed = self.bed()?;
         let (positions, me) = (bed.world as usize, bed.rank as usize);
-        let rooms = rooms(&bed.sizes, positions);
+        let rooms = rooms(&bed.sizes);
         let compiler = Compiler::new(&self.gpu, default_cache_dir()).map_err(own)?;
         let desc = PeerDesc { positions, me, rooms, patience: PATIENCE };
-        let links = PeerLinks::new(&compiler, desc).map_err(own)?;
+        let mut links = PeerLinks::new(&compiler, desc).map_err(own)?;
+        if let Some(shared) = bed.arena.shared() {
+            links.share(shared.clone());
+        }
         let desk = Desk::open()
             .map_err(|error| Trouble::Own(format!("no socket for windows: {error}")))?;
         let place = desk.seat().clone();
@@ -203,13 +206,13 @@ impl Rank {
         let Some((mut links, desk)) = self.own.take() else {
             return Err(Trouble::Own("it has no window".to_string()));
         };
-        let file = links.export().map_err(own)?;
-        let files = desk.exchange(me, places, &file, &|| false);
-        let files = files.map_err(|error| {
+        let files = links.export().map_err(own)?;
+        let all = desk.exchange(me, places, &files, &|| false);
+        let all = all.map_err(|error| {
             Trouble::Waited(format!("windows were not handed over: {error}"))
         })?;
-        for (from, file) in files {
-            links.connect(from, file).map_err(own)?;
+        for (from, files) in all {
+            links.connect(from, files).map_err(own)?;
         }
         self.links = Some(links);
         Ok(Reply::Done)

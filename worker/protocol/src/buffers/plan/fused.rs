@@ -45,15 +45,25 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
+    /// What the others of an expert group need.
+    fn travelling(&mut self, kind: Kind, rows: u64, width: u64) -> B {
+        let rows = Rows::Fixed(rows);
+        match self.shape.reads_in_place() {
+            true => self.planner.alloc_shared(kind, rows, width),
+            false => self.planner.alloc(kind, rows, width),
+        }
+    }
+
     pub(super) fn spread(&mut self) -> Spread<B> {
         let slices = self.model.slices();
         let (e, k) = (u64::from(slices.count), u64::from(slices.per_token));
         let all = self.shape.tokens * self.shape.expert_parallel;
         let (here, chunks) = (e.div_ceil(self.shape.expert_parallel), self.shape.chunks);
+        let (element, statistic) = (self.shape.types.element, self.shape.types.statistic);
         Spread {
-            x: self.floats(all, self.model.hidden_size.into()),
-            ids: self.words(all, k),
-            weights: self.statistics(all, k),
+            x: self.travelling(element, all, self.model.hidden_size.into()),
+            ids: self.travelling(Kind::U32, all, k),
+            weights: self.travelling(statistic, all, k),
             places: self.shape.shuffled.then(|| self.words(e, 1)),
             offsets: self.words(here + 1, chunks),
             order: self.words(if self.shape.on_cpu { 0 } else { here }, chunks),
@@ -71,14 +81,15 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         // Rows of each expert do not fit in `dout`.
         let packs = formats.returns_each() && formats.sums != formats.written;
         let rows = all * formats.rows_back;
-        let mut rows_of = |kind, rows| self.planner.alloc(kind, Rows::Fixed(rows), d);
-        let partial = rows_of(formats.written, rows);
-        let packed = rows_of(formats.sums, if packs { rows } else { 0 });
+        let (element, statistic) = (self.shape.types.element, self.shape.types.statistic);
+        let partial = self.travelling(formats.written, rows, d);
+        let packed = if packs { rows } else { 0 };
+        let packed = self.planner.alloc(formats.sums, Rows::Fixed(packed), d);
         SpreadScratch {
-            dout: self.floats(all, d),
+            dout: self.travelling(element, all, d),
             partial,
             packed,
-            ds: self.statistics(all, k),
+            ds: self.travelling(statistic, all, k),
             own_ds: self.statistics(if self.shape.chunks > 1 { t } else { 0 }, k),
             slots: self.words(t, k),
             choice_ds: (slices.each > 1)
