@@ -6,6 +6,7 @@ mod common;
 
 use common::Job;
 use moe_worker::data::Corpus;
+use moe_worker::engine::links::PeerUse;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::snapshot::{cut, initialize};
@@ -75,7 +76,8 @@ fn is_same(found: &[(Vec<StepSummary>, Vec<u8>)], other: &[(Vec<StepSummary>, Ve
 }
 
 /// The same bits every time, and those of the flat way but for rounding: exactly those where nodes
-/// have one GPU each, since NCCL then adds as it does in the flat way.
+/// have one GPU each and NCCL adds in the flat way, too. Windows add in the order of ranks, which
+/// rounds alike where there are two.
 #[test]
 fn gpus_train_alike_along_rails() {
     let count = Gpu::count().map_or(0, |count| count as u32);
@@ -100,7 +102,8 @@ fn gpus_train_alike_along_rails() {
             let (found, again) = (steps(&rails), steps(&rails));
             is_same(&found, &again, &of);
             let flat = steps(&in_chunks());
-            if ranks == 1 {
+            let adds_alike = ep == 2 || PeerUse::said().blocks().is_none();
+            if ranks == 1 && adds_alike {
                 is_same(&found, &flat, &of);
             }
             // Later a token may choose another expert by a last bit.
