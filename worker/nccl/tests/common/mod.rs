@@ -208,8 +208,10 @@ pub fn link(bed: &Bed, rank: u32, rooms: usize, patience: Duration) -> PeerLinks
     let compiler = Compiler::new(&bed.gpu, default_cache_dir()).expect("NVRTC");
     let desc = PeerDesc { positions: 2, me: rank as usize, rooms, patience };
     let mut links = PeerLinks::new(&compiler, desc).expect("a window");
-    let theirs = swap_files(rank, &links.export().expect("a file"));
-    links.connect(1 - rank as usize, theirs).expect("opened");
+    // Nothing but the window: it shares no arena.
+    let files = links.export().expect("a file");
+    let theirs = swap_files(rank, &files[0]);
+    links.connect(1 - rank as usize, vec![theirs]).expect("opened");
     links
 }
 
