@@ -238,13 +238,12 @@ impl Controller {
             self.allocate(now);
         }
         let mut sent = Vec::new();
-        // One begins only where a job has something to do. Looking at all workers for each
-        // heartbeat took a third of what it costs.
+        // One begins only where a job has something to do, so a heartbeat alone is no reason to
+        // look at the workers of all jobs.
         let looks = self.crowd || self.jobs.values().any(|job| job.is_to_turn(now));
         self.crowd = looks && lead::is_crowd(self.jobs.values().map(|job| &job.job), now);
-        let crowd = self.crowd;
         for (owner, job) in &mut self.jobs {
-            job.job.on(Event::Crowd(crowd), now);
+            job.job.on(Event::Crowd(self.crowd), now);
             if !job.is_to_turn(now) {
                 continue;
             }

@@ -1,6 +1,6 @@
 //! Expert groups whose tokens travel along rails, by NCCL. The GPUs of one machine stand for nodes
-//! of one, two or four GPUs. Skipped where there are less than two. `MOEJOB_PEER=on` before it lets
-//! tokens travel through windows within the nodes.
+//! of one, two or four GPUs. Skipped where there are less than two. Tokens travel through windows
+//! within the nodes, and by NCCL with `MOEJOB_PEER=off` before it.
 
 mod common;
 

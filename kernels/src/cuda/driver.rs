@@ -300,7 +300,7 @@ impl Arena {
     }
 
     /// What of it peers may read.
-    pub fn shared(&self) -> Option<&Arc<Window>> {
+    pub(super) fn shared(&self) -> Option<&Arc<Window>> {
         self.shared.as_ref()
     }
 

@@ -22,6 +22,7 @@
 //! Unit::source                  step_ops.rs  kernels of norms, optimizer ..., when needed
 //! PeerLinks::new(desc)          peer.rs      rows and counts to the other GPUs of the node
 //! PeerLinks::gather_rows(op)    peer_group.rs tokens of an expert group, by need, and sums of them
+//! PeerLinks::share(arena)       peer_in_place.rs the same, read where it lies
 //! PeerLinks::count_rows(op)     peer_count.rs how many bytes of them pass
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too

@@ -273,10 +273,10 @@ impl PeerLinks {
         &self.desc
     }
 
-    /// What the others may read of an arena, `Arena::shared`. All ranks share as much, or none
+    /// Lets the others read what of `arena` is planned for that. All ranks share as much, or none
     /// shares anything; before anybody exports.
-    pub fn share(&mut self, shared: Arc<Window>) {
-        self.shared = Some(shared);
+    pub fn share(&mut self, arena: &Arena) {
+        self.shared = arena.shared().cloned();
     }
 
     /// The window, and what is shared, for each of the others.
@@ -378,10 +378,15 @@ impl PeerLinks {
         self.data_of(windows, shared)
     }
 
-    /// Whether the others may read all of these.
-    pub(super) fn shares(&self, read: &[Buffer]) -> bool {
-        let all = read.iter().all(|buffer| buffer.offset_shared().is_some());
-        self.shared.is_some() && all
+    /// Where these begin in what the others may read, 0 for what there is not; none: they may not
+    /// read all of them.
+    pub(super) fn places(&self, read: [Option<Buffer>; READS]) -> Option<[u64; READS]> {
+        self.shared.as_ref()?;
+        let mut places = [0; READS];
+        for (place, buffer) in places.iter_mut().zip(read) {
+            *place = buffer.map_or(Some(0), |buffer| buffer.offset_shared())? as u64;
+        }
+        Some(places)
     }
 
     fn data_of(&self, windows: [u64; PEERS_MAX], shared: [u64; PEERS_MAX]) -> LinksData {

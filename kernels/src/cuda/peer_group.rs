@@ -234,11 +234,12 @@ impl PeerLinks {
         let whole = op.format.is_none() || dim.is_multiple_of(16);
         assert!(whole && wire.is_multiple_of(16), "{op:?}");
         assert!((1..=BLOCKS_MAX).contains(&op.blocks), "{op:?}");
-        let mut read = vec![op.rows];
-        read.extend(op.weights.into_iter().flat_map(|weights| [op.need.ids, weights]));
-        if op.format.is_none() && self.are_read_in_place(op.need.nodes, &read) {
+        let ids = op.weights.map(|_| op.need.ids);
+        let places = self.places([Some(op.rows), ids, op.weights]);
+        let whole = op.need.nodes == 1 && op.format.is_none();
+        if let Some(reads) = places.filter(|_| whole) {
             let sizes = (bytes as u32, lanes(bytes));
-            return self.gather_in_place((stream, arena), op, need, sizes);
+            return self.gather_in_place((stream, arena), op, (need, words, reads), sizes);
         }
         op.need.check_rooms(desc, [wire, 0]);
         let kernel = &self.group.gather[gather_of(op.format, op.rows.dtype())];
@@ -289,18 +290,18 @@ impl PeerLinks {
             })
         });
         let need = op.need.data(desc, arena);
-        let mut read = vec![op.rows];
-        read.extend(op.slots);
-        if self.are_read_in_place(op.need.nodes, &read) {
-            let sizes = (bytes as u32, lanes(bytes));
-            return self.scatter_in_place((stream, arena), op, (need, onto, kind), sizes);
+        let slots = op.slots.map_or(0, |slots| arena.address(slots));
+        let places = self.places([Some(op.rows), op.slots, None]);
+        if let Some(reads) = places.filter(|_| op.need.nodes == 1) {
+            let (sizes, to) = ((bytes as u32, lanes(bytes)), (slots, onto));
+            return self.scatter_in_place((stream, arena), op, (need, to, reads, kind), sizes);
         }
         op.need.check_rooms(desc, [0, bytes]);
         let data = ScatterData {
             onto,
             need,
             rows: arena.address(op.rows),
-            slots: op.slots.map_or(0, |slots| arena.address(slots)),
+            slots,
             room: 0,
             bytes: bytes as u32,
             lanes: lanes(bytes),
@@ -346,9 +347,7 @@ impl CudaDevice {
     pub fn peer_links(&self, desc: PeerDesc) -> Result<PeerLinks, CudaError> {
         self.gpu().make_current()?;
         let mut links = PeerLinks::new(&self.compiler, desc)?;
-        if let Some(shared) = self.arena.shared() {
-            links.share(shared.clone());
-        }
+        links.share(&self.arena);
         Ok(links)
     }
 

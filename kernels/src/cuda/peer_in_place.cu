@@ -37,7 +37,7 @@ __device__ __forceinline__ bool enter_reading(const Links& links, const u64 (&re
   return !__syncthreads_or(late);
 }
 
-// Epochs end as in kernels that lay. All threads have read this one's where they entered.
+// Which of the places is what: rows, and from WORDS_READ on ids and weights, or slots.
 enum { ROWS_READ, WORDS_READ };
 
 // What nobody reads twice.

@@ -9,7 +9,6 @@ use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
 use super::peer::{LinksData, PEERS_MAX, PeerLinks, READS};
 use super::peer_group::{GROUP_THREADS, GatherRows, NeedData, ScatterRows};
-use crate::buffer::Buffer;
 
 /// Threads of a block that sums what two positions have.
 pub(super) const PAIR_THREADS: u32 = 1024;
@@ -82,30 +81,17 @@ impl InPlaceKernels {
 }
 
 impl PeerLinks {
-    /// Whether the others may read these: all that a kernel would read of a peer.
-    pub(super) fn are_read_in_place(&self, nodes: usize, read: &[Buffer]) -> bool {
-        nodes == 1 && self.shares(read)
-    }
-
-    /// [`PeerLinks::gather_rows`] of rows of `bytes`, `lanes` threads for each. `need` is of one
-    /// node.
+    /// [`PeerLinks::gather_rows`] of rows of `bytes`, `lanes` threads for each, with words at these
+    /// addresses. `need` is of one node.
     pub(super) fn gather_in_place(
         &self,
         (stream, arena): (&Stream, &Arena),
         op: &GatherRows,
-        need: NeedData,
+        (need, words, reads): (NeedData, [u64; 2], [u64; READS]),
         (bytes, lanes): (u32, u32),
     ) -> Result<(), CudaError> {
-        let words = op.weights.map_or([None; 2], |weights| [op.need.ids, weights].map(Some));
-        let data = GatherData {
-            need,
-            rows: arena.address(op.rows),
-            words: words.map(|of| of.map_or(0, |of| arena.address(of))),
-            reads: places([Some(op.rows), words[0], words[1]]),
-            bytes,
-            lanes,
-            step: op.step,
-        };
+        let (rows, step) = (arena.address(op.rows), op.step);
+        let data = GatherData { need, rows, words, reads, bytes, lanes, step };
         let (links, launch) = (self.data(), Launch::new(op.blocks, GROUP_THREADS));
         // SAFETY: the parameters are those of `gather_in_place`; buffers were checked.
         unsafe { self.in_place.gather.launch(stream, launch, parameters![links, data]) }
@@ -116,19 +102,11 @@ impl PeerLinks {
         &self,
         (stream, arena): (&Stream, &Arena),
         op: &ScatterRows,
-        (need, onto, kind): (NeedData, [u64; 2], usize),
+        (need, (slots, onto), reads, kind): (NeedData, (u64, [u64; 2]), [u64; READS], usize),
         (bytes, lanes): (u32, u32),
     ) -> Result<(), CudaError> {
-        let data = ScatterData {
-            need,
-            rows: arena.address(op.rows),
-            slots: op.slots.map_or(0, |slots| arena.address(slots)),
-            onto,
-            reads: places([Some(op.rows), op.slots, None]),
-            bytes,
-            lanes,
-            step: op.step,
-        };
+        let (rows, step) = (arena.address(op.rows), op.step);
+        let data = ScatterData { need, rows, slots, onto, reads, bytes, lanes, step };
         let many = self.desc().positions > 2;
         let kernels = &self.in_place.scatter[usize::from(many)];
         let threads = if many { GROUP_THREADS } else { PAIR_THREADS };
@@ -136,11 +114,6 @@ impl PeerLinks {
         // SAFETY: the parameters are those of `scatter_.._..`; buffers were checked.
         unsafe { kernels[kind].launch(stream, launch, parameters![links, data]) }
     }
-}
-
-/// Where they begin in what is shared.
-fn places(read: [Option<Buffer>; READS]) -> [u64; READS] {
-    read.map(|of| of.and_then(|of| of.offset_shared()).unwrap_or(0) as u64)
 }
 
 const _: () = assert!(PEERS_MAX <= 32, "positions are bits of a word");

@@ -65,7 +65,7 @@ pub fn node(count: usize, patience: Duration) -> Option<Vec<Rank>> {
         let mut links = PeerLinks::new(&compiler, desc).expect("a window");
         let (arena, stream) = (Arena::in_parts(&gpu, ARENA, 0, ARENA), gpu.stream());
         let (arena, stream) = (arena.expect("memory"), stream.expect("a stream"));
-        links.share(arena.shared().expect("memory that others read").clone());
+        links.share(&arena);
         Rank { links, arena, stream, plan: ArenaPlan::new(), in_place: false }
     };
     let mut ranks: Vec<Rank> = (0..count).map(rank).collect();

@@ -9,25 +9,29 @@ pub(super) struct ArenaPlanner<'a> {
     pub plan: ArenaPlan,
 }
 
+impl ArenaPlanner<'_> {
+    /// Of so many rows in the worst case.
+    fn elements(&self, rows: Rows, width: u64) -> usize {
+        let rows = match rows {
+            Rows::Fixed(rows) => rows,
+            Rows::Routed => self.shape.worst.routed,
+            Rows::Arrived => self.shape.worst.arrived,
+        };
+        (rows * width) as usize
+    }
+}
+
 impl Planner for ArenaPlanner<'_> {
     type Buffer = Buffer;
 
     fn part(&mut self, _name: &'static str) {}
 
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) -> Buffer {
-        let rows = match rows {
-            Rows::Fixed(rows) => rows,
-            Rows::Routed => self.shape.worst.routed,
-            Rows::Arrived => self.shape.worst.arrived,
-        };
-        self.plan.alloc(dtype(kind), (rows * width) as usize)
+        self.plan.alloc(dtype(kind), self.elements(rows, width))
     }
 
     fn alloc_shared(&mut self, kind: Kind, rows: Rows, width: u64) -> Buffer {
-        match rows {
-            Rows::Fixed(rows) => self.plan.alloc_shared(dtype(kind), (rows * width) as usize),
-            _ => self.alloc(kind, rows, width),
-        }
+        self.plan.alloc_shared(dtype(kind), self.elements(rows, width))
     }
 
     fn alloc_on_host(&mut self, _name: &'static str, kind: Kind, len: u64) -> Buffer {

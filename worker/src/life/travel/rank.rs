@@ -191,9 +191,7 @@ impl Rank {
         let compiler = Compiler::new(&self.gpu, default_cache_dir()).map_err(own)?;
         let desc = PeerDesc { positions, me, rooms, patience: PATIENCE };
         let mut links = PeerLinks::new(&compiler, desc).map_err(own)?;
-        if let Some(shared) = bed.arena.shared() {
-            links.share(shared.clone());
-        }
+        links.share(&bed.arena);
         let desk = Desk::open()
             .map_err(|error| Trouble::Own(format!("no socket for windows: {error}")))?;
         let place = desk.seat().clone();
