@@ -207,6 +207,20 @@ impl Operator {
         moejob_tests::spent(self.child.id()).ok_or_else(|| "no operator".into())
     }
 
+    /// Waits until it has ended by itself, and tells how.
+    async fn ended(&mut self, field: &Field) -> Failure {
+        let status = loop {
+            match self.child.try_wait() {
+                Ok(None) => sleep(Duration::from_secs(1)).await,
+                Ok(Some(status)) => break status,
+                Err(error) => return error.into(),
+            }
+        };
+        let log = field.orders.path().join(format!("{}.log", self.name));
+        let log = std::fs::read_to_string(log).unwrap_or_default();
+        format!("the operator ended, {status}: {}", log.lines().last().unwrap_or_default()).into()
+    }
+
     /// The share of a core that it takes.
     async fn load(&self) -> Result<f64, Failure> {
         let (before, start) = (self.spent()?, Instant::now());
@@ -462,7 +476,7 @@ async fn hostile(count: u32) -> Result<(), Failure> {
     let nodes = GOOD.0 as u32 * (GOOD.1 + 1) + count / 4 + 8;
     let mut field = Field::new(nodes, Duration::from_millis(100)).await?;
     field.api.mood(|mood| mood.refused_prefix = Some("refused".to_string()));
-    let operator = field.operator()?;
+    let mut operator = field.operator()?;
     for index in 0..GOOD.0 {
         field.train(&format!("good-{index}"), GOOD.1).await?;
     }
@@ -497,8 +511,14 @@ async fn hostile(count: u32) -> Result<(), Failure> {
             }
         }
     });
-    sleep(QUIET).await;
-    let beside = recoveries(&field).await?;
+    let beside = async {
+        sleep(QUIET).await;
+        recoveries(&field).await
+    };
+    let beside = tokio::select! {
+        beside = beside => beside?,
+        ended = operator.ended(&field) => return Err(ended),
+    };
     told(&format!("beside {count} hostile jobs"), &beside);
     let delay = beside[beside.len() / 2] - alone[alone.len() / 2];
     let load = operator.load().await?;

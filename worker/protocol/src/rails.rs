@@ -12,7 +12,6 @@
 //! lies at the same place in the buffers of all ranks.
 
 use crate::mesh::Mesh;
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Nodes of a group, and its ranks on each of them.
@@ -23,26 +22,23 @@ pub struct Rails {
 }
 
 impl Rails {
-    /// `node_of`: by position, any number that is the same for ranks of one node. None: there is
-    /// one node, or not every node has as many ranks, one behind the other.
-    pub fn new(node_of: &[u32]) -> Option<Rails> {
-        let runs: Vec<&[u32]> = node_of.chunk_by(|a, b| a == b).collect();
-        let (nodes, places) = (runs.len(), runs.first()?.len());
-        let known: BTreeSet<u32> = runs.iter().map(|run| run[0]).collect();
-        let even = known.len() == nodes && runs.iter().all(|run| run.len() == places);
-        (nodes > 1 && even).then_some(Rails { nodes, places })
-    }
-
-    /// Those of all expert groups of `mesh`, where a node has so many ranks. None: some group has
-    /// none, or groups differ.
+    /// Those of all expert groups of `mesh`, where a node has so many ranks. None: a group lies on
+    /// one node, or not every node has as many ranks of every group.
+    ///
+    /// Ranks of a group are `stride` apart, and it begins at a multiple of its own length or less
+    /// than a stride behind one. A job's sizes are all looked at, some of thousands of ranks: so
+    /// this goes through none.
     pub fn of(mesh: &Mesh, ranks: u32) -> Option<Rails> {
-        let nodes = |group: Vec<u32>| -> Vec<u32> {
-            group.into_iter().map(|rank| rank / ranks.max(1)).collect()
+        let (ranks, stride) = (ranks.max(1), mesh.cp * mesh.tp);
+        let places = match stride {
+            _ if stride >= ranks => 1,
+            _ if ranks.is_multiple_of(stride) => ranks / stride,
+            // A group that begins at a node has more ranks there than one that begins behind it.
+            _ => return None,
         };
-        let of = |rank| Rails::new(&nodes(mesh.expert_group(rank)));
-        let first = of(0)?;
-        let mut groups = (1..mesh.world()).filter(|rank| mesh.coord(*rank).ep == 0);
-        groups.all(|rank| of(rank) == Some(first)).then_some(first)
+        let even = mesh.ep > places && mesh.ep.is_multiple_of(places);
+        let rails = Rails { nodes: (mesh.ep / places) as usize, places: places as usize };
+        even.then_some(rails)
     }
 
     pub fn node(&self, position: usize) -> usize {
@@ -76,25 +72,35 @@ impl Rails {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
+
+    /// By the node of each rank: there are several, with as many ranks each, one behind the other.
+    fn along(node_of: &[u32]) -> Option<Rails> {
+        let runs: Vec<&[u32]> = node_of.chunk_by(|a, b| a == b).collect();
+        let (nodes, places) = (runs.len(), runs.first()?.len());
+        let known: BTreeSet<u32> = runs.iter().map(|run| run[0]).collect();
+        let even = known.len() == nodes && runs.iter().all(|run| run.len() == places);
+        (nodes > 1 && even).then_some(Rails { nodes, places })
+    }
 
     #[test]
-    fn rails_are_of_even_nodes() {
-        let rails = |nodes, places| Some(Rails { nodes, places });
-        for (node_of, expected) in [
-            (&[][..], None),
-            (&[4], None),
-            (&[1, 1, 1], None),
-            (&[0, 1], rails(2, 1)),
-            (&[3, 3, 1, 1], rails(2, 2)),
-            (&[0, 0, 1, 1, 2, 2], rails(3, 2)),
-            (&[0, 0, 1], None),
-            (&[0, 1, 1], None),
-            // A node whose ranks do not follow each other.
-            (&[0, 1, 0, 1], None),
-            (&[0, 1, 0], None),
-        ] {
-            assert_eq!(Rails::new(node_of), expected, "{node_of:?}");
+    fn rails_are_what_every_group_has() {
+        let mut found = BTreeSet::new();
+        for (ep, edp, stride, ranks) in
+            (0..8 * 3 * 6 * 12).map(|at| (at % 8 + 1, at / 8 % 3 + 1, at / 24 % 6 + 1, at / 144 + 1))
+        {
+            for (cp, tp) in [(1, stride), (stride, 1)] {
+                let mesh = Mesh { pp: 1, dp: ep * edp, ep, cp, tp };
+                let nodes = |rank| -> Vec<u32> {
+                    mesh.expert_group(rank).into_iter().map(|rank| rank / ranks).collect()
+                };
+                let each: Vec<_> = (0..mesh.world()).map(|rank| along(&nodes(rank))).collect();
+                let of_all = each[0].filter(|_| each.iter().all(|of| *of == each[0]));
+                assert_eq!(Rails::of(&mesh, ranks), of_all, "{mesh:?}, {ranks} a node");
+                found.extend(of_all.map(|of| (of.nodes, of.places)));
+            }
         }
+        assert!(found.contains(&(4, 2)) && found.contains(&(2, 4)) && found.contains(&(7, 1)));
     }
 
     #[test]
