@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use moejob_kernels::cuda::{Awaited, MoveRows};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
-use peer_common::{LONG, ROOMS, Random, Rank, node};
+use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
 /// What a rank of the reference has: its rows, whom they are for, and where others' go.
 struct Case {
@@ -63,6 +63,7 @@ fn reference(cases: &[Case], row_bytes: usize, taken: bool, rooms: &mut [Vec<u8>
 
 #[test]
 fn rows_arrive_as_on_a_processor() {
+    let _alone = alone();
     for count in [1, 2, 3, 4, 8] {
         let Some(mut ranks) = node(count, LONG) else { return };
         let mut random = Random(count as u64);
@@ -107,6 +108,7 @@ fn rows_arrive_as_on_a_processor() {
 
 #[test]
 fn counts_arrive_epoch_by_epoch() {
+    let _alone = alone();
     for count in [1, 2, 5, 8] {
         let Some(mut ranks) = node(count, LONG) else { return };
         for len in [1, 7, 128, 1024] {
@@ -145,6 +147,7 @@ fn counts_arrive_epoch_by_epoch() {
 
 #[test]
 fn rows_go_back_by_source() {
+    let _alone = alone();
     let Some(mut ranks) = node(1, LONG) else { return };
     let rank = &mut ranks[0];
     let mut random = Random(3);
@@ -196,6 +199,7 @@ fn check_return_order(rank: &mut Rank, lens: &[usize], sources: &[usize]) {
 /// The rooms are a buffer of an arena, of which ops know nothing.
 #[test]
 fn an_arena_ends_with_the_rooms() {
+    let _alone = alone();
     let Some(mut ranks) = node(2, LONG) else { return };
     let row = 256;
     let mut made = Vec::new();
@@ -242,6 +246,7 @@ fn an_arena_ends_with_the_rooms() {
 /// A launch of a captured graph counts its epochs, too.
 #[test]
 fn captured_launches_go_on_counting() {
+    let _alone = alone();
     let Some(mut ranks) = node(2, LONG) else { return };
     let row = 64;
     let graphs: Vec<_> = ranks
@@ -306,6 +311,7 @@ fn nothing(rank: &mut Rank) -> MoveRows {
 
 #[test]
 fn who_never_comes_is_named_in_time() {
+    let _alone = alone();
     let patience = Duration::from_millis(200);
     let Some(mut ranks) = node(3, patience) else { return };
     let op = nothing(&mut ranks[0]);
@@ -339,6 +345,7 @@ fn who_never_comes_is_named_in_time() {
 
 #[test]
 fn a_wait_ends_when_the_host_says_so() {
+    let _alone = alone();
     let Some(mut ranks) = node(2, Duration::from_secs(60)) else { return };
     let op = nothing(&mut ranks[0]);
     ranks[0].links.move_rows((&ranks[0].stream, &ranks[0].arena), &op).expect("enqueued");
@@ -353,6 +360,7 @@ fn a_wait_ends_when_the_host_says_so() {
 
 #[test]
 fn rows_outside_a_room_are_refused() {
+    let _alone = alone();
     let Some(mut ranks) = node(2, Duration::from_secs(2)) else { return };
     let ops: Vec<MoveRows> = ranks
         .iter_mut()
