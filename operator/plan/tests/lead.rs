@@ -97,6 +97,27 @@ fn a_turn_is_wanted_where_something_has_come_and_not_for_what_changes_nothing() 
     assert!(world.job().is_dirty());
 }
 
+#[test]
+fn the_end_of_a_crowd_asks_for_a_turn_where_something_has_waited_for_it() {
+    let ends = |world: &mut World| {
+        let now = world.now;
+        [true, false].map(|crowd| {
+            world.job().on(Event::Crowd(crowd), now);
+            world.job().is_dirty()
+        })
+    };
+    assert_eq!(ends(&mut world(TWO_TRAIN)), [false, false], "nothing waits");
+    let mut world = world("job min=2 max=2|grant n0 n1|crowd|written Policy|written pod");
+    run(&mut world, "pod a-a1-0 n0 running|open a-a1-0|pod a-a1-1 n1 running|open a-a1-1");
+    assert!(!world.job().is_dirty());
+    run(&mut world, "written status");
+    assert_eq!(ends(&mut world), [false, true], "the budget waits");
+    let steps = TWO_TRAIN.strip_suffix("|step a-a1-0 1|written all").expect("a step");
+    let mut world = self::world(steps);
+    run(&mut world, "crowd|step a-a1-0 1");
+    assert_eq!(ends(&mut world), [false, true], "the status waits");
+}
+
 /// Eight pods that are being made or start are one, for ten seconds.
 #[test]
 fn a_crowd_are_pods_that_come_up_and_not_such_as_wait_for_an_image() {
