@@ -86,9 +86,8 @@ mod tests {
     #[test]
     fn rails_are_what_every_group_has() {
         let mut found = BTreeSet::new();
-        for (ep, edp, stride, ranks) in
-            (0..8 * 3 * 6 * 12).map(|at| (at % 8 + 1, at / 8 % 3 + 1, at / 24 % 6 + 1, at / 144 + 1))
-        {
+        let cases = (0..8 * 3 * 6 * 12).map(|at| (at % 8, at / 8 % 3, at / 24 % 6, at / 144));
+        for (ep, edp, stride, ranks) in cases.map(|(a, b, c, d)| (a + 1, b + 1, c + 1, d + 1)) {
             for (cp, tp) in [(1, stride), (stride, 1)] {
                 let mesh = Mesh { pp: 1, dp: ep * edp, ep, cp, tp };
                 let nodes = |rank| -> Vec<u32> {
