@@ -185,6 +185,7 @@ def main():
     parser.add_argument("--waits", action="store_true",
                         help="experts over both workers: the one that is left cannot go on alone")
     parser.add_argument("--hold", type=float, default=5, help="how long memory is full")
+    parser.add_argument("--ends", metavar="TEXT", help="the job is to end, and to say so")
     args = parser.parse_args()
     began = time.monotonic()
     kept = pathlib.Path(args.log).resolve() if args.log else None
@@ -278,6 +279,16 @@ def main():
                 os.kill(targets[round % len(targets)], getattr(signal, f"SIG{name}"))
                 if name == "KILL":
                     dying.start()
+            if args.ends:
+                run.wait(90)
+                said = (runs / "log").read_text()
+                if run.returncode == 0 or args.ends not in said:
+                    print(f"FAILED: exit code {run.returncode}, without '{args.ends}':")
+                    print(said[-3000:])
+                    return 1
+                took = time.monotonic() - start
+                print(f"{args.fault}: the job ended after {took:.2f} s: {said.splitlines()[-1]}")
+                return 0
             if not wait("the next step", lambda: newest()["attempt"] > attempt):
                 return 1
             took = time.monotonic() - start

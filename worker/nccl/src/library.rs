@@ -140,9 +140,13 @@ impl fmt::Debug for Version {
 }
 
 /// What stands in the environment before the library is loaded, unless the user has set it. A
-/// process that starts engines gives it to them. NVLink multicast takes device memory that only a
-/// reset of the fabric gives back when its owner dies at a bad moment.
-pub const ENVIRONMENT: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
+/// process that starts engines gives it to them.
+///
+/// NVLink multicast takes device memory that only a reset of the fabric gives back when its owner
+/// dies at a bad moment. What is captured into a graph NCCL registers with its peers; where that
+/// lies in an arena of several pieces of device memory, a captured all-to-all of 2.28 never ends.
+pub const ENVIRONMENT: [(&str, &str); 2] =
+    [("NCCL_NVLS_ENABLE", "0"), ("NCCL_GRAPH_REGISTER", "0")];
 
 /// Where the library is looked for, unless `MOEJOB_NCCL` names another file.
 const NAME: &str = "libnccl.so.2";

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use moejob_nccl::{
-    Comm, Config, DType, Error, Library, Part, Reduce, Seat, Span, State, Stream, UniqueId, Version,
-    abandon,
+    Comm, Config, DType, ENVIRONMENT, Error, Library, Part, Reduce, Seat, Span, State, Stream,
+    UniqueId, Version, abandon,
 };
 
 /// The stub as a library. Each kind is compiled once.
@@ -216,9 +216,11 @@ fn versions_that_differ_are_told_by_rank() {
 }
 
 #[test]
-fn multicast_is_off_before_the_library_is_there() {
+fn what_is_off_is_so_before_the_library_is_there() {
     let _stub = revoking().library();
-    assert_eq!(std::env::var("NCCL_NVLS_ENABLE").as_deref(), Ok("0"));
+    for (variable, value) in ENVIRONMENT {
+        assert_eq!(std::env::var(variable).as_deref(), Ok(value), "{variable}");
+    }
 }
 
 #[test]

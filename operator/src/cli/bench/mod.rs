@@ -110,6 +110,7 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
             "nodes": { "profile": profile, "devicesPerNode": devices },
             "parallelism": {
                 "expert": args.expert_parallel,
+                "expertSlices": args.expert_slices,
                 "wire": wire,
                 "overlapDegree": args.overlap(),
                 "zero": args.zero,
@@ -161,8 +162,8 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
     if args.placement == Placed::ByLoad && ep > 1 {
         let counting = ranks_of(args, &job, &config, (args.warm_up.max(1), 0))?;
-        let experts = job.model.experts.count as usize;
-        let loads = Loads { counts: &counting[0].loads, experts };
+        let (counts, experts) = of_slices(&job, &counting[0].loads);
+        let loads = Loads { counts: &counts, experts };
         config.layout.placement = Placement::Ordered(loads.order(ep, &loads.in_order()));
     }
     let mut all = ranks_of(args, &job, &config, (args.warm_up, args.steps))?;
@@ -338,10 +339,18 @@ fn train(
     })
 }
 
+/// Counts of what lies on ranks, experts or slices of them, and how many a layer has.
+fn of_slices(job: &Job, counts: &[u64]) -> (Vec<u64>, usize) {
+    let slices = job.model.slices();
+    let each = slices.each as usize;
+    (counts.iter().flat_map(|count| vec![*count; each]).collect(), slices.count as usize)
+}
+
 /// Tokens of the fullest rank over the mean, in a step with these loads.
 fn uneven(job: &Job, config: &WorkerConfig, counts: &[u64]) -> f64 {
     let (layout, ep) = (&config.layout, config.layout.mesh.ep);
-    let loads = Loads { counts, experts: job.model.experts.count as usize };
+    let (counts, experts) = of_slices(job, counts);
+    let loads = Loads { counts: &counts, experts };
     match &layout.placement {
         Placement::Ordered(order) => loads.unevenness(ep, order),
         _ => loads.unevenness(ep, &loads.in_order()),

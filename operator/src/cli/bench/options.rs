@@ -49,6 +49,10 @@ pub struct BenchArgs {
     /// parallelism.expert: devices that share the experts out. Default: each has all.
     #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
     pub expert_parallel: u32,
+    /// parallelism.expertSlices: in how many slices each expert is cut. With --placement byLoad
+    /// those of an expert lie on different devices where that can be.
+    #[arg(long, default_value_t = 1, value_parser = whole(1, 64))]
+    pub expert_slices: u32,
     /// parallelism.wire: as what tokens travel between devices that share the experts.
     #[arg(long, value_parser = ["auto", "fp32", "bf16", "fp8"])]
     pub wire: Option<String>,
