@@ -21,6 +21,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -105,12 +106,17 @@ impl Field {
         std::fs::write(self.orders.path().join(name), text)
     }
 
+    /// Of an operator.
+    fn log(&self, name: &str) -> PathBuf {
+        self.orders.path().join(format!("{name}.log"))
+    }
+
     fn operator(&mut self) -> Result<Operator, Failure> {
         self.operators += 1;
         let name = format!("operator-{}", self.operators);
         let config = self.orders.path().join(format!("{name}.config"));
         std::fs::write(&config, self.api.kubeconfig(&name))?;
-        let log = std::fs::File::create(self.orders.path().join(format!("{name}.log")))?;
+        let log = std::fs::File::create(self.log(&name))?;
         let child = Command::new(moejob_tests::moejob())
             .args(["operator", "--image", "moejob:test", "--pod", &name])
             .args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
@@ -216,8 +222,7 @@ impl Operator {
                 Err(error) => return error.into(),
             }
         };
-        let log = field.orders.path().join(format!("{}.log", self.name));
-        let log = std::fs::read_to_string(log).unwrap_or_default();
+        let log = std::fs::read_to_string(field.log(&self.name)).unwrap_or_default();
         format!("the operator ended, {status}: {}", log.lines().last().unwrap_or_default()).into()
     }
 

@@ -160,10 +160,9 @@ pub fn gathers(
 ) -> impl Fn(BucketKind) -> u64 {
     let mut turns = Turns::default();
     let mut counts = std::collections::BTreeMap::new();
-    // Behind two rounds the same two places are taken as behind every second one: a step may have
+    // The first round begins with nothing, each of the others with what one leaves. A step may have
     // half a million.
-    for round in 0..rounds.min(4) {
-        let alike = if round < 2 { 1 } else { 1 + u64::from((rounds - 1 - round) / 2) };
+    for alike in [rounds.min(1), rounds.saturating_sub(1)].map(u64::from) {
         for kind in forward(layers, tied).chain(backward(layers, recompute)) {
             if turns.take(kind).is_some() {
                 *counts.entry(kind).or_insert(0) += alike;
