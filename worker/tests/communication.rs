@@ -130,7 +130,7 @@ fn buckets_and_gathered_tokens_are_counted() {
     let passes = rounds * mixture.count() as u64;
     let row = u64::from(model.hidden_size) * 4;
     let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
-    let shared = all.buckets.iter().filter(|bucket| bucket.holders == [0, 1]);
+    let shared = all.buckets.iter().filter(|bucket| bucket.holders[..] == [0, 1]);
     let half = shared.map(|bucket| bucket.len / 2 * 4).sum::<u64>();
     for report in &told {
         let dispatched = passes * tokens * (row + top_k * (4 + 4) + row);
@@ -148,7 +148,7 @@ fn buckets_and_gathered_tokens_are_counted() {
     job.config.training.compute.zero = Zero::Weights;
     let (layers, tied) = (job.config.model.num_hidden_layers, job.config.model.tie_word_embeddings);
     let gathers = gathers(layers, tied, Recompute::None, 3);
-    let shared = all.buckets.iter().filter(|bucket| bucket.holders == [0, 1]);
+    let shared = all.buckets.iter().filter(|bucket| bucket.holders[..] == [0, 1]);
     let (mut reduced, mut gathered) = (0, 0);
     for bucket in shared {
         let (half, turns) = (bucket.len / 2 * 4, Turn::of(bucket.kind, 2).is_some());

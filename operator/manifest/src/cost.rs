@@ -32,8 +32,6 @@ pub const SHOWN_MAX: u64 = 1 << 20;
 /// for other jobs meanwhile, they take a sixteenth of that.
 pub const CHANGES_SHOWN_MAX: u64 = SHOWN_MAX / 4;
 pub const CHANGES_LED_MAX: u64 = CHANGES_SHOWN_MAX / 16;
-/// Sums in buckets are counted with the names of their tensors, which takes longer.
-const BUCKETS: u64 = 8;
 
 /// Rows of the table of parameters, and elements, without making the table: all layers with experts
 /// are alike, and so are all without.
@@ -159,10 +157,9 @@ pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
     let layers = u64::from(job.model.num_hidden_layers);
     let steps = extent.other_tensors + layers * (u64::from(mesh.ep.min(experts)) + held);
     match job.training.compute.backend {
-        Backend::Cpu => steps + u64::from(mesh.world()),
         // What fits a GPU of a cluster is estimated.
         Backend::Cuda if mesh.world() > 1 && !job.profile.is_this_machine() => 1,
-        Backend::Cuda => BUCKETS * (extent.tensors() + u64::from(mesh.world())),
+        Backend::Cpu | Backend::Cuda => steps + u64::from(mesh.world()),
     }
 }
 
@@ -206,8 +203,7 @@ pub fn of_size(job: &Job, extent: Extent, nodes: u32) -> u64 {
     let each = match (job.profile.rank_memory, job.training.compute.backend) {
         (None, _) => 0,
         (Some(_), Backend::Cuda) if ranks > 1 && !job.profile.is_this_machine() => ESTIMATE,
-        (Some(_), Backend::Cuda) => BUCKETS * extent.tensors().saturating_add(ranks),
-        (Some(_), Backend::Cpu) => extent.tensors().saturating_add(ranks),
+        (Some(_), Backend::Cpu | Backend::Cuda) => extent.tensors().saturating_add(ranks),
     };
     let divisions = ranks.min(job.model.slices().count.into()).div_ceil(DIVISIONS);
     each.saturating_mul(tries(job, ranks)).saturating_add(ONE + divisions)

@@ -33,15 +33,26 @@ impl Dice {
         (1 + self.below(below)).min(most)
     }
 
+    /// `name: word`, with one of the words, or in three of four cases nothing.
+    fn maybe(&mut self, name: &str, words: &[&str]) -> String {
+        let word = self.one_of(words);
+        match self.below(4) {
+            0 => format!(", {name}: {word}"),
+            _ => String::new(),
+        }
+    }
+
     fn one_of<'a>(&mut self, words: &[&'a str]) -> &'a str {
         words[self.below(words.len() as u64) as usize]
     }
 }
 
-/// A manifest that is often valid: bounds and rules of several fields together refuse the others.
+/// A manifest that is often valid, one in eight of as many nodes and layers as there may be.
+/// Bounds and rules of several fields together refuse the others.
 fn manifest(dice: &mut Dice) -> String {
-    let max = dice.of_all_sizes(4_096);
-    let min = dice.of_all_sizes(max);
+    let large = dice.below(8) == 0;
+    let max = if large { 4_096 } else { dice.of_all_sizes(4_096) };
+    let min = dice.of_all_sizes(if large { 64 } else { max });
     let nodes = match dice.below(5) {
         0 => "profile: cpu".to_string(),
         1 => format!("profile: cpu, devicesPerNode: {}", dice.of_all_sizes(64)),
@@ -53,7 +64,8 @@ fn manifest(dice: &mut Dice) -> String {
         }
     };
     let experts = dice.of_all_sizes(4_096);
-    let layers = dice.of_all_sizes((65_536 / experts).min(512));
+    let layers_max = (65_536 / experts).min(512);
+    let layers = if large { layers_max } else { dice.of_all_sizes(layers_max) };
     let per_token = dice.of_all_sizes(experts.min(32));
     let (shared, spares) = (dice.below(3), dice.below(3));
     let heads = 1 << dice.below(6);
@@ -61,20 +73,45 @@ fn manifest(dice: &mut Dice) -> String {
         "adamw" => ", optimizer: { adamw: { learningRate: 1.0e-3 } }",
         _ => "",
     };
+    let router = ["{ kind: switch }", "{ kind: expertChoice }", "{ bias: true }", "{ cosine: {} }"];
+    let router = dice.maybe("router", &router);
+    let dense = dice.maybe("denseLayers", &["[0], denseIntermediateSize: 4096"]);
+    let training = [
+        dice.maybe("recompute", &["selective", "experts", "full"]),
+        dice.maybe("offload", &["none", "host"]),
+        dice.maybe("microBatchSize", &["2", "8"]),
+    ];
+    let parallelism = [
+        dice.maybe("expert", &["auto", "2", "8", "64"]),
+        dice.maybe("expertSlices", &["2", "8"]),
+        dice.maybe("exchange", &["flat", "hierarchical"]),
+        dice.maybe("overlapDegree", &["1", "2", "4"]),
+        dice.maybe("combinePreReduce", &["true", "false"]),
+        dice.maybe("zero", &["2", "3"]),
+    ];
     format!(
         "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  nodes: \
          {{ {nodes}, min: {min}, max: {max}, spares: {spares} }}\n  model: {{ hiddenSize: {}, \
          numHiddenLayers: {layers}, numAttentionHeads: {heads}, experts: {{ count: {experts}, \
-         perToken: {per_token}, intermediateSize: {}, shared: {shared} }} }}\n  data: {{ train: \
-         {{ text: {{ paths: [a] }} }}, sequenceLength: {} }}\n  training: {{ steps: {}, \
-         globalBatchSize: {}{optimizer} }}\n",
+         perToken: {per_token}, intermediateSize: {}, shared: {shared} }}{router}{dense} }}\n  \
+         data: {{ train: {{ text: {{ paths: [a] }} }}, sequenceLength: {} }}\n  training: {{ \
+         steps: {}, globalBatchSize: {}{optimizer}{} }}\n  parallelism: {{ tensor: 1{} }}\n",
         64 << dice.below(8),
         16 << dice.below(9),
         128 << dice.below(8),
         dice.of_all_sizes(1 << 30),
         1 << dice.below(21),
+        training.concat(),
+        parallelism.concat(),
     )
 }
+
+/// What once took 194 MB: each of thousands of buckets had its own list of 32,768 ranks.
+const MANY_BUCKETS: &str = "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: { name: a }\n\
+    spec:\n  nodes: { profile: ndm-a100-v4, min: 4, max: 4096 }\n  model: { hiddenSize: 512, \
+    numHiddenLayers: 512, numAttentionHeads: 4, experts: { count: 128, perToken: 3, \
+    intermediateSize: 256 } }\n  data: { train: { text: { paths: [a] } }, sequenceLength: 2048 \
+    }\n  training: { steps: 60000000, globalBatchSize: 131072 }\n";
 
 /// What must hold of a plan that is shown is for other tests: here it is made, and not too dear.
 #[test]
@@ -86,7 +123,7 @@ fn every_valid_manifest_is_planned_at_little_cost() {
     while valid < wanted {
         drawn += 1;
         assert!(drawn < 100 + 50 * wanted, "{valid} of {drawn} are valid: too few");
-        let text = manifest(&mut dice);
+        let text = if drawn == 1 { MANY_BUCKETS.into() } else { manifest(&mut dice) };
         let planned = measured::within(&most, "MOEJOB_PLANNED", text.as_bytes(), || {
             let job = Job::read(text.as_bytes())?;
             Ok(moejob_offline::text(&moejob_offline::outlook(&job, None, &Keys::default(), &[])))

@@ -15,7 +15,7 @@ use moejob_fabric::overlap;
 use moejob_fabric::travel::{self, Load, Machines};
 use moejob_manifest::job::Job;
 use moejob_manifest::words::aligned;
-use moejob_protocol::buckets::Buckets;
+use moejob_protocol::buckets;
 use moejob_protocol::communication::{Link, Verb};
 use moejob_protocol::config::{Backend, Exchange};
 use moejob_protocol::layout::Layout;
@@ -73,7 +73,7 @@ pub fn expected(job: &Job, layout: &Layout) -> Vec<Expected> {
     let machines = Machines::of(&job.profile);
     let chunks = overlap::choice(job, layout).0;
     let [dispatch, combine, between] = tokens(job, layout, machines, chunks.into());
-    let (reduce, gather, beside) = buckets(job, layout, machines);
+    let (reduce, gather, beside) = sums(job, layout, machines);
     let flies = chunks > 1;
     let all = [
         (Verb::Dispatch, dispatch, flies),
@@ -172,18 +172,20 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
 }
 
 /// Sums of gradients, new weights, and whether they travel beside the ops.
-fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bool) {
+fn sums(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bool) {
     let (model, mesh, zero) = (&job.model, layout.mesh, job.training.compute.zero);
     let rounds = job.micro_batches().div_ceil(mesh.dp);
     let types = Types::buckets(&job.training, rounds);
     let (layers, tied) = (model.num_hidden_layers, model.tie_word_embeddings);
     let gathers = zero::gathers(layers, tied, job.training.recompute, rounds);
-    let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
+    let holders = Holders::new(model, layout);
+    let all = buckets::sizes(model, &holders);
     let (mut reduce, mut gather) = (Sum::default(), Sum::default());
     let ring = |ranks: usize, bytes: u64| {
         machines.map_or(0.0, |of| of.ring(ranks as u32, bytes as f64))
     };
-    for bucket in all.held(0).filter(|bucket| bucket.holders.len() > 1) {
+    let of_rank_0 = all.iter().filter(|bucket| bucket.holders.first() == Some(&0));
+    for bucket in of_rank_0.filter(|bucket| bucket.holders.len() > 1) {
         let ranks = bucket.holders.len();
         let kinds = match bucket.kind.is_of_vectors() {
             true => [types.vector; 2],
@@ -202,7 +204,7 @@ fn buckets(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum,
     }
     // As engines decide it: for less, a lane of its own costs more than it gains.
     let len = |shared: bool| -> u64 {
-        let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
+        let of = all.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
         of.map(|bucket| bucket.len).sum()
     };
     (reduce, gather, !zero.is_first() || len(true) > len(false))

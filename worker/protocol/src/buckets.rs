@@ -12,11 +12,12 @@
 //! A tied head is the embedding: its gradient belongs to that bucket.
 
 use crate::layout::BLOCK;
-use crate::model::{ModelConfig, Param, Role};
+use crate::model::{MATRICES, ModelConfig, Param, Role, Visitor, numel};
 use crate::owners::Holders;
 use std::collections::BTreeMap;
 use std::fmt::Arguments;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What the tensors of a bucket are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,8 +64,8 @@ pub struct OwnedRun {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bucket {
     pub kind: BucketKind,
-    /// Ascending; the r-th owns the r-th chunk.
-    pub holders: Vec<u32>,
+    /// Ascending; the r-th owns the r-th chunk. Shared by all buckets with these holders.
+    pub holders: Arc<[u32]>,
     /// Ascending by index and by place.
     pub spans: Vec<BucketSpan>,
     /// Elements in all, a multiple of holders times 4,096.
@@ -72,8 +73,8 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    fn new(kind: BucketKind, holders: &[u32]) -> Bucket {
-        Bucket { kind, holders: holders.to_vec(), spans: Vec::new(), len: 0 }
+    fn new(kind: BucketKind, holders: Arc<[u32]>) -> Bucket {
+        Bucket { kind, holders, spans: Vec::new(), len: 0 }
     }
 
     fn push(&mut self, index: usize, len: u64) {
@@ -82,7 +83,7 @@ impl Bucket {
     }
 
     fn close(&mut self) {
-        self.len = self.len.next_multiple_of(BLOCK * self.holders.len().max(1) as u64);
+        self.len = closed(self.len, &self.holders);
     }
 
     /// Elements of each holder's chunk.
@@ -132,6 +133,72 @@ impl Bucket {
     }
 }
 
+/// With what pads the end, so that each holder has a chunk of whole blocks.
+fn closed(len: u64, holders: &[u32]) -> u64 {
+    len.next_multiple_of(BLOCK * holders.len().max(1) as u64)
+}
+
+/// A bucket without its tensors: what is to be known of it where a whole gang is planned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BucketSize<'a> {
+    pub kind: BucketKind,
+    /// Ascending.
+    pub holders: &'a [u32],
+    /// Elements in all.
+    pub len: u64,
+}
+
+impl BucketSize<'_> {
+    /// Elements of each holder's chunk.
+    pub fn chunk_len(&self) -> u64 {
+        self.len / self.holders.len().max(1) as u64
+    }
+}
+
+/// The sizes of all buckets, in the order of [`Buckets`]: counted by runs of experts with the same
+/// holders, in the memory of as many sizes.
+pub fn sizes<'a>(model: &ModelConfig, holders: &'a Holders) -> Vec<BucketSize<'a>> {
+    let mut sizes = Sizes { model, holders, all: Vec::new(), known: BTreeMap::new() };
+    model.walk(&mut sizes);
+    sizes.all.iter_mut().for_each(|size| size.len = closed(size.len, size.holders));
+    sizes.all
+}
+
+struct Sizes<'a, 'm> {
+    model: &'m ModelConfig,
+    holders: &'a Holders,
+    all: Vec<BucketSize<'a>>,
+    /// By kind and set of holders.
+    known: BTreeMap<(BucketKind, usize), usize>,
+}
+
+impl Sizes<'_, '_> {
+    /// So many tensors of one size.
+    fn add(&mut self, kind: BucketKind, set: usize, numel: u64, count: u64) {
+        let all = &mut self.all;
+        let at = *self.known.entry((kind, set)).or_insert_with(|| {
+            all.push(BucketSize { kind, holders: &self.holders.sets()[set], len: 0 });
+            all.len() - 1
+        });
+        all[at].len += count * numel.next_multiple_of(BLOCK);
+    }
+}
+
+impl Visitor for Sizes<'_, '_> {
+    fn param(&mut self, name: Arguments<'_>, shape: &[u32], role: Role) {
+        let kind = BucketKind::of(self.model, name, role);
+        self.add(kind, self.holders.set(role), numel(shape), 1);
+    }
+
+    fn experts(&mut self, model: &ModelConfig, layer: u32) {
+        let numel = numel(&[model.slices().width, model.hidden_size]);
+        for run in self.holders.row(layer).chunk_by(|one, other| one == other) {
+            let count = run.len() as u64 * u64::from(MATRICES);
+            self.add(BucketKind::Experts { layer }, run[0], numel, count);
+        }
+    }
+}
+
 /// The buckets of a model in the order of the parameter table: that of their first tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Buckets {
@@ -145,13 +212,13 @@ impl Buckets {
     pub fn new(model: &ModelConfig, params: &[Param], holders: &Holders) -> Buckets {
         debug_assert_eq!(params.first().map(|param| &param.name[..]), Some(EMBEDDING));
         let mut buckets: Vec<Bucket> = Vec::new();
-        let mut known: BTreeMap<(BucketKind, &[u32]), usize> = BTreeMap::new();
+        let mut known: BTreeMap<(BucketKind, usize), usize> = BTreeMap::new();
         let mut of = Vec::with_capacity(params.len());
         for (index, param) in params.iter().enumerate() {
             let kind = BucketKind::of(model, format_args!("{}", param.name), param.role);
-            let held = holders.of(param);
-            let at = *known.entry((kind, held)).or_insert_with(|| {
-                buckets.push(Bucket::new(kind, held));
+            let set = holders.set(param.role);
+            let at = *known.entry((kind, set)).or_insert_with(|| {
+                buckets.push(Bucket::new(kind, holders.sets()[set].clone()));
                 buckets.len() - 1
             });
             buckets[at].push(index, param.numel());
@@ -184,7 +251,7 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 
 impl BucketKind {
     /// Of the parameter of that name and role.
-    pub(crate) fn of(model: &ModelConfig, name: Arguments<'_>, role: Role) -> BucketKind {
+    fn of(model: &ModelConfig, name: Arguments<'_>, role: Role) -> BucketKind {
         match role {
             Role::Expert { layer, .. } => return BucketKind::Experts { layer },
             Role::Matrix => {}

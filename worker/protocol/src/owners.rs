@@ -10,6 +10,7 @@ use crate::model::{ModelConfig, Param, Role};
 use crate::zero::{Turn, Zero};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The ranks that hold each parameter. They may change between steps, when experts move.
 ///
@@ -17,7 +18,7 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holders {
     /// Different sets of ranks, ascending each; the first is all.
-    sets: Vec<Vec<u32>>,
+    sets: Vec<Arc<[u32]>>,
     /// `[expert] -> set`, different ones.
     rows: Vec<Vec<usize>>,
     /// By layer: its row; none where it has no experts.
@@ -61,7 +62,7 @@ impl Holders {
     }
 
     /// Different sets of ranks that hold something, ascending each.
-    pub(crate) fn sets(&self) -> &[Vec<u32>] {
+    pub(crate) fn sets(&self) -> &[Arc<[u32]>] {
         &self.sets
     }
 
@@ -90,19 +91,20 @@ impl Holders {
 
 /// Sets of ranks as they are found.
 struct Interned {
-    sets: Vec<Vec<u32>>,
-    known: BTreeMap<Vec<u32>, usize>,
+    sets: Vec<Arc<[u32]>>,
+    known: BTreeMap<Arc<[u32]>, usize>,
 }
 
 impl Interned {
-    fn new(all: Vec<u32>) -> Interned {
+    fn new(all: Arc<[u32]>) -> Interned {
         Interned { known: BTreeMap::from([(all.clone(), 0)]), sets: vec![all] }
     }
 
     fn intern(&mut self, set: Vec<u32>) -> usize {
-        if let Some(at) = self.known.get(&set) {
+        if let Some(at) = self.known.get(&set[..]) {
             return *at;
         }
+        let set: Arc<[u32]> = set.into();
         self.sets.push(set.clone());
         self.known.insert(set, self.sets.len() - 1);
         self.sets.len() - 1

@@ -1,6 +1,6 @@
 //! Holders, owners and buckets of whole tables.
 
-use moejob_protocol::buckets::{BucketKind, Buckets};
+use moejob_protocol::buckets::{self, BucketKind, Buckets};
 use moejob_protocol::layout::{BLOCK, Layout, Placement, elements};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::memory::Shape;
@@ -195,6 +195,10 @@ fn every_element_has_one_owner_among_its_holders() {
         let params = model.params();
         let holders = Holders::new(&model, &layout);
         let buckets = Buckets::new(&model, &params, &holders);
+        let counted = buckets::sizes(&model, &holders);
+        let counted = counted.iter().map(|of| (of.kind, of.holders, of.len, of.chunk_len()));
+        let all = buckets.buckets.iter();
+        assert!(counted.eq(all.map(|of| (of.kind, &of.holders[..], of.len, of.chunk_len()))));
         let mut covered = vec![0; params.len()];
         for (at, bucket) in buckets.buckets.iter().enumerate() {
             let count = bucket.holders.len() as u64;
@@ -205,7 +209,7 @@ fn every_element_has_one_owner_among_its_holders() {
                 assert!(span.start.is_multiple_of(BLOCK));
                 assert_eq!(buckets.of(span.index), at);
                 assert_eq!(bucket.span(span.index), Some(*span));
-                assert_eq!(holders.of(&params[span.index]), bucket.holders);
+                assert_eq!(holders.of(&params[span.index]), &bucket.holders[..]);
             }
             let mut next = vec![0; params.len()];
             for (position, rank) in bucket.holders.iter().enumerate() {

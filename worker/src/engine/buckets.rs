@@ -32,6 +32,7 @@ use moejob_protocol::model::{ModelConfig, Param};
 use moejob_protocol::owners::Holders;
 use moejob_protocol::zero::Turn;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Matrices of an expert: gate, up, down.
 const MATRICES: usize = 3;
@@ -59,7 +60,7 @@ pub(crate) struct Places {
 /// A bucket that several ranks hold, maybe others alone.
 #[derive(Clone, Debug)]
 struct SharedBucket {
-    holders: Vec<u32>,
+    holders: Arc<[u32]>,
     /// Which of the held ones it is.
     held: Option<usize>,
     convoy: usize,
@@ -218,8 +219,8 @@ impl Places {
     pub fn groups(&self) -> Vec<Vec<u32>> {
         let mut groups: Vec<Vec<u32>> = Vec::new();
         for SharedBucket { holders, .. } in &self.shared {
-            if !groups.contains(holders) {
-                groups.push(holders.clone());
+            if !groups.iter().any(|group| group[..] == holders[..]) {
+                groups.push(holders.to_vec());
             }
         }
         groups

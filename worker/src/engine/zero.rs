@@ -132,7 +132,7 @@ impl Places {
     fn turned(&self) -> BTreeMap<BucketKind, Turned> {
         let of = |(at, bucket): (usize, &Bucket)| {
             let (len, own) = (bucket.len as usize, self.chunk(at));
-            (bucket.kind, Turned { at, len, own, holders: bucket.holders.as_slice().into() })
+            (bucket.kind, Turned { at, len, own, holders: bucket.holders.clone() })
         };
         let all = self.buckets.iter().enumerate();
         all.filter(|(at, _)| self.shapes[*at].gradient_turn.is_some()).map(of).collect()

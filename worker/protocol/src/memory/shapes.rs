@@ -1,11 +1,9 @@
 //! Buckets as memory: their sizes, and what of them a rank has whole.
 
-use crate::buckets::BucketKind;
-use crate::layout::BLOCK;
-use crate::model::{ModelConfig, numel};
+use crate::buckets::{BucketSize, sizes};
+use crate::model::ModelConfig;
 use crate::owners::Holders;
 use crate::zero::{Turn, Zero};
-use std::collections::BTreeMap;
 
 /// A bucket's size and what it is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,30 +41,16 @@ pub(super) fn of(
     rank: u32,
     zero: Zero,
 ) -> Vec<BucketShape> {
-    let mut shapes: Vec<(BucketShape, u64)> = Vec::new();
-    let mut known: BTreeMap<(BucketKind, usize), usize> = BTreeMap::new();
-    let held: Vec<_> = holders.sets().iter().map(|set| set.binary_search(&rank).is_ok()).collect();
-    model.each_param(|name, shape, role| {
-        let set = holders.set(role);
-        if !held[set] {
-            return;
+    let of = |size: BucketSize<'_>| {
+        let turn = Turn::of(size.kind, size.holders.len());
+        BucketShape {
+            len: size.len,
+            owned: size.chunk_len(),
+            vectors: size.kind.is_of_vectors(),
+            gradient_turn: turn.filter(|_| zero.divides_gradients()),
+            weight_turn: turn.filter(|_| zero.divides_weights()),
         }
-        let kind = BucketKind::of(model, name, role);
-        let at = *known.entry((kind, set)).or_insert_with(|| {
-            let (vectors, count) = (kind.is_of_vectors(), holders.sets()[set].len());
-            let turn = Turn::of(kind, count);
-            let gradient_turn = turn.filter(|_| zero.divides_gradients());
-            let weight_turn = turn.filter(|_| zero.divides_weights());
-            let (len, owned) = (0, 0);
-            let shape = BucketShape { len, owned, vectors, gradient_turn, weight_turn };
-            shapes.push((shape, count as u64));
-            shapes.len() - 1
-        });
-        shapes[at].0.len += numel(shape).next_multiple_of(BLOCK);
-    });
-    let closed = |(shape, count): (BucketShape, u64)| {
-        let len = shape.len.next_multiple_of(BLOCK * count);
-        BucketShape { len, owned: len / count, ..shape }
     };
-    shapes.into_iter().map(closed).collect()
+    let held = |size: &BucketSize<'_>| size.holders.binary_search(&rank).is_ok();
+    sizes(model, holders).into_iter().filter(held).map(of).collect()
 }
