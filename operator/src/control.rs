@@ -10,8 +10,8 @@
 
 mod pace;
 
-use crate::authority::{Authority, AuthorityError, requested_key};
-use crate::identity::{ReviewError, Reviewer, is_same};
+use moejob_identity::authority::{Authority, AuthorityError, requested_key};
+use moejob_identity::{ReviewError, Reviewer, is_same};
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;

@@ -15,9 +15,9 @@ mod crew;
 pub use clock::Clock;
 
 use crate::apply::Writer;
-use crate::authority::Authority;
+use moejob_identity::authority::Authority;
 use crate::control::Told;
-use crate::identity::{Keyring, Reviewer};
+use moejob_identity::{Keyring, Reviewer};
 use crate::metrics::Metrics;
 use crate::observe::{Change, Cluster, JobSeen, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};

@@ -12,9 +12,6 @@
 pub mod cli;
 pub mod local;
 pub mod control;
-pub mod authority;
-pub mod identity;
-pub mod keys;
 pub mod observe;
 pub mod apply;
 pub mod turnstile;

@@ -13,7 +13,7 @@ mod folder;
 mod process;
 mod words;
 
-use crate::authority::Authority;
+use moejob_identity::authority::Authority;
 use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;

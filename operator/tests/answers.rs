@@ -6,7 +6,7 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use kube::Client;
 use moejob::apply::Writer;
-use moejob::identity::{ReviewError, Reviewer};
+use moejob_identity::{ReviewError, Reviewer};
 use moejob::lease::{Deadline, Election};
 use moejob_plan::lead::PodIdentity;
 use ring::rand::SystemRandom;

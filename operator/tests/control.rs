@@ -3,7 +3,7 @@
 mod gang;
 
 use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
-use moejob::authority::{Authority, new_pem};
+use moejob_identity::authority::{Authority, new_pem};
 use moejob::control::{LeaderEvent, Verifier};
 use moe_worker::gang::tls::{Trust, WorkerKey, server_name};
 use moejob_plan::lead::Ending;

@@ -3,9 +3,9 @@
 
 use k8s_openapi::ByteString;
 use moe_worker::gang::tls::{TlsError, Trust, WorkerKey};
-use moejob::authority::{Authority, AuthorityError};
+use moejob_identity::authority::{Authority, AuthorityError};
 use moejob::http::{Request, read};
-use moejob::identity::Keyring;
+use moejob_identity::Keyring;
 use moejob::metrics::{JobFigures, Metrics};
 use moejob_plan::engines::{EngineLoss, RankPlace};
 use moejob_plan::track::Recovery;

@@ -32,11 +32,11 @@ from mutant_values import SWITCH, find, path_of, text, values
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("MUTANTS_WORK", ROOT / "target/mutants"))
 TREE = WORK / "tree"
-PLAN, SHELL = "operator/plan/src", "operator/src"
+PLAN, SHELL, IDENTITY = "operator/plan/src", "operator/src", "operator/identity/src"
 # Files of each group. The first five are tried whole, of the others 200 are drawn.
 GROUPS = {
     "lease": [f"{SHELL}/lease.rs"],
-    "identity": [f"{SHELL}/identity.rs", f"{SHELL}/authority.rs"],
+    "identity": [f"{IDENTITY}/{name}.rs" for name in ("keyring", "review", "authority")],
     "fence": [f"{PLAN}/lead/fence.rs"],
     "record": [f"{PLAN}/record.rs", f"{PLAN}/record/*.rs"],
     "loop": [f"{PLAN}/lead/*.rs"],
@@ -47,7 +47,9 @@ GROUPS = {
 WHOLE = ["lease", "identity", "fence", "record"]
 # `MUTANTS_PACKAGES=moejob-plan` builds and tries the plan alone, in a fraction of the time. What is
 # shown of plans has tests of the plan as well.
-PACKAGES = os.environ.get("MUTANTS_PACKAGES", "moejob-plan moejob-offline moejob").split()
+PACKAGES = os.environ.get(
+    "MUTANTS_PACKAGES", "moejob-plan moejob-offline moejob-identity moejob").split()
+FOLDERS = {"moejob-plan": PLAN, "moejob-identity": IDENTITY}
 
 OPERATORS = {
     "==": ["!="], "!=": ["=="], "&&": ["||"], "||": ["&&"],
@@ -337,11 +339,11 @@ class Source:
 
 def sources():
     import tree_sitter, tree_sitter_rust
-    shell = "moejob" in PACKAGES
+    shell, folders = "moejob" in PACKAGES, tuple(FOLDERS[of] for of in PACKAGES if of in FOLDERS)
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_rust.language()))
     found, taken, first = [], set(), 1
     for group, patterns in GROUPS.items():
-        for pattern in [of for of in patterns if shell or of.startswith(PLAN)]:
+        for pattern in [of for of in patterns if shell or of.startswith(folders)]:
             for path in sorted(ROOT.glob(pattern)):
                 name = str(path.relative_to(ROOT))
                 if name not in taken and path.name != "tests.rs":

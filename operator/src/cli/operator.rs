@@ -3,7 +3,7 @@
 use super::complain;
 use crate::apply::{ApplyError, Writer};
 use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs, Order};
-use crate::identity::{IdentityError, Keyring, Reviewer};
+use moejob_identity::{IdentityError, Keyring, Reviewer};
 use crate::lease::{Deadline, Election};
 use crate::metrics::Metrics;
 use crate::observe;

@@ -5,7 +5,7 @@ mod pair;
 use super::args::whole;
 use super::profiles::OwnProfiles;
 use clap::{Args, ValueEnum};
-use crate::authority::Authority;
+use moejob_identity::authority::Authority;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::machine::{Machine, sys};
 use moe_worker::life::preflight::{answer_pair, measure};

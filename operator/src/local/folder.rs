@@ -1,6 +1,6 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
-use crate::authority::random;
+use moejob_identity::authority::random;
 use moe_worker::attempt::records::{Records, RecordsError};
 use moe_worker::data::durable;
 use moejob_manifest::changes::changes;

@@ -2,7 +2,7 @@
 
 use moejob_protocol::pod::ENV_TRACE;
 use super::folder::Folder;
-use crate::authority::Authority;
+use moejob_identity::authority::Authority;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::dying;
 use moe_worker::life::run::Bootstrap;

@@ -161,7 +161,7 @@ pub enum Taken {
 mod tests {
     use super::super::tests::reduced;
     use super::*;
-    use crate::identity::Keyring;
+    use moejob_identity::Keyring;
     use moejob_plan::pods::{ANNOTATION_SEAL, LABEL_JOB_UID};
     use serde_json::json;
 

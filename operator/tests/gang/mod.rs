@@ -5,7 +5,7 @@ use moe_worker::life::affinity::Share;
 use moe_worker::gang::comm::Comm;
 use moe_worker::life::run::{Announcement, Attempt, Bootstrap, run_with};
 use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use moejob::authority::Authority;
+use moejob_identity::authority::Authority;
 use moejob::control::{Leader, LeaderEvent, Told, Verifier};
 use moejob_plan::lead::Link;
 use moejob_protocol::config::Member;

@@ -6,7 +6,7 @@ mod api;
 mod process;
 
 use api::Api;
-use moejob::identity::Keyring;
+use moejob_identity::Keyring;
 use moejob_manifest::crd;
 use moejob_plan::observed::{Gang, Record};
 use moejob_plan::record::{self, More, Saved};

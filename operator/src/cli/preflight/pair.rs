@@ -112,7 +112,7 @@ fn welcome(listener: &TcpListener, terms: Terms, until: Instant) -> Result<Wire,
         let Ok(mut wire) = Wire::new(stream, COMES_LIMIT) else { continue };
         let refusal = match wire.hear() {
             Ok(Line::Comes { version, secret, devices, rdma }) => {
-                let known = crate::identity::is_same(&secret, terms.secret);
+                let known = moejob_identity::is_same(&secret, terms.secret);
                 match (known, version == VERSION, devices == terms.devices) {
                     (false, ..) => Some("it has another secret".to_string()),
                     (_, false, _) => Some("it is of another release".to_string()),

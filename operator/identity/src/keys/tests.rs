@@ -1,5 +1,5 @@
 use super::*;
-use crate::identity::Claims;
+use crate::review::Claims;
 use ring::rand::SystemRandom;
 use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair};
 use serde_json::{Value, json};

@@ -11,7 +11,7 @@
 //! The formats are RFC 7515 (signature), 7517 and 7518 (keys), 7519 (claims); the claim
 //! `kubernetes.io` is that of bound service account tokens.
 
-use crate::identity::Claims;
+use crate::review::Claims;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use ring::signature::{self, RsaParameters, RsaPublicKeyComponents, UnparsedPublicKey};
