@@ -1,7 +1,7 @@
 //! How long gangs take from apply to all Running on the fake nodes of a test cluster, beside the
 //! floor (32 writers that create the same pods); what a lost worker costs; what the operator needs.
 //!
-//!   gangs ROUNDS [floor] SHAPE... [faults NODES]
+//!   gangs ROUNDS [floor] SHAPE... [faults NODES[/SILENT]]
 //!
 //! A shape is JOBSxNODES or JOBSxNODESxRANKS, ranks of a node: 1x512, 64x8, 1x512x8.
 //!
@@ -60,7 +60,7 @@ impl Shape {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let usage = "usage: gangs ROUNDS [floor] SHAPE... [faults NODES]";
+    let usage = "usage: gangs ROUNDS [floor] SHAPE... [faults NODES[/SILENT]]";
     let [rounds, words @ ..] = &words[..] else { return Err(usage.into()) };
     let rounds: u32 = rounds.parse()?;
     let client = Client::try_default().await?;
@@ -72,7 +72,11 @@ async fn main() -> Result<(), Failure> {
     while let Some(word) = words.next() {
         match word.as_str() {
             "floor" => floor_alone = true,
-            "faults" => faults(&client, rounds, words.next().ok_or(usage)?.parse()?).await?,
+            "faults" => {
+                let of = words.next().ok_or(usage)?;
+                let (nodes, silent) = of.split_once('/').unwrap_or((of, "1"));
+                faults(&client, rounds, nodes.parse()?, silent.parse()?).await?;
+            }
             shape => compare(&client, rounds, Shape::parse(shape)?, floor_alone).await?,
         }
     }
@@ -178,15 +182,20 @@ fn took(start: Instant, end: Instant, before: &Cores) -> Result<Took, Failure> {
     Ok(Took { seconds: end.duration_since(start).as_secs_f64(), cores })
 }
 
-/// One pod of a large gang fails; one node of it goes silent.
-async fn faults(client: &Client, rounds: u32, nodes: u32) -> Result<(), Failure> {
+/// One pod of a large gang fails; some nodes of it go silent at once.
+async fn faults(
+    client: &Client,
+    rounds: u32,
+    nodes: u32,
+    silent: usize,
+) -> Result<(), Failure> {
     gangs(client, Shape { jobs: 1, nodes, ranks: 1 }, 0).await?;
     let name = "g0-0";
     let (mut created, mut repaired) = (Vec::new(), Vec::new());
     until_step(client, name, 0).await?;
     for _ in 0..rounds {
         let attempt = until_step(client, name, 0).await?;
-        let (pod, _) = a_member(client).await?;
+        let pod = members(client, 1).await?.remove(0).0;
         let new = tokio::spawn(until_new(client.clone()));
         sleep(Duration::from_millis(500)).await;
         let (mut audit, start) = (Audit::from_now()?, Instant::now());
@@ -202,17 +211,23 @@ async fn faults(client: &Client, rounds: u32, nodes: u32) -> Result<(), Failure>
     }
     for _ in 0..rounds {
         let attempt = until_step(client, name, 0).await?;
-        let (_, node) = a_member(client).await?;
+        let chosen = members(client, silent).await?;
         let start = Instant::now();
-        order(&node, &["link", "down"])?;
+        for (_, node) in &chosen {
+            order(node, &["link", "down"])?;
+        }
         until_step(client, name, attempt).await?;
         repaired.push(start.elapsed().as_secs_f64());
-        println!("{node} silent: next step after {:.2} s", repaired[repaired.len() - 1]);
-        order(&node, &["link", "up"])?;
+        let names: Vec<&str> = chosen.iter().map(|(_, node)| &node[..]).collect();
+        let took = repaired[repaired.len() - 1];
+        println!("{} silent: next step after {took:.2} s", names.join(", "));
+        for (_, node) in &chosen {
+            order(node, &["link", "up"])?;
+        }
         sleep(Duration::from_secs(10)).await;
     }
     let (created, repaired) = (median(&mut created), median(&mut repaired));
-    println!("1x{nodes}: median of a failed pod {created:.2} s, of a silent node {repaired:.2} s");
+    println!("1x{nodes}: medians: a failed pod {created:.2} s, {silent} silent {repaired:.2} s");
     clear_jobs(client).await
 }
 
@@ -228,8 +243,8 @@ fn kill(pod: &str) -> Result<(), Failure> {
     Ok(writeln!(killed, "{NAMESPACE}/{pod}")?)
 }
 
-/// A running pod that is not the first, and its node.
-async fn a_member(client: &Client) -> Result<(String, String), Failure> {
+/// As many running pods from the middle of the gang on, with their nodes.
+async fn members(client: &Client, count: usize) -> Result<Vec<(String, String)>, Failure> {
     let api = Api::<Pod>::namespaced(client.clone(), NAMESPACE);
     let pods = api.list(&ListParams::default().labels(LABEL)).await?.items;
     let running = |pod: &&Pod| {
@@ -238,9 +253,12 @@ async fn a_member(client: &Client) -> Result<(String, String), Failure> {
     };
     let mut running: Vec<&Pod> = pods.iter().filter(running).collect();
     running.sort_by_key(|pod| pod.name_any());
-    let pod = running.get(running.len() / 2).ok_or("no pod runs")?;
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
-    Ok((pod.name_any(), node.ok_or("a pod that is not bound")?))
+    let chosen = running.get(running.len() / 2..).and_then(|rest| rest.get(..count));
+    let member = |pod: &&Pod| {
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+        Ok((pod.name_any(), node.ok_or("a pod that is not bound")?))
+    };
+    chosen.ok_or("too few pods run")?.iter().map(member).collect()
 }
 
 /// When a pod is seen that was not there before.
