@@ -1,99 +1,11 @@
-//! What the operator is made of, by its public face: certificates, keys, figures and what asks for
-//! them.
+//! What the operator is made of, by its public face: figures and what asks for them.
 
-use k8s_openapi::ByteString;
-use moe_worker::gang::tls::{TlsError, Trust, WorkerKey};
-use moejob_identity::authority::{Authority, AuthorityError};
 use moejob::http::{Request, read};
-use moejob_identity::Keyring;
 use moejob::metrics::{JobFigures, Metrics};
 use moejob_plan::engines::{EngineLoss, RankPlace};
 use moejob_plan::track::Recovery;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-
-#[test]
-fn a_leaf_is_for_the_requests_key_and_the_callers_names() {
-    let authority = Authority::new().expect("an authority");
-    let trust = Trust::from_pem(authority.certificate_pem()).expect("a certificate");
-    let key = WorkerKey::generate().expect("a key");
-    let leaf = authority.sign(&key.signing_request, "job", 7, "node-0.1").expect("a leaf");
-    let attempt = key.attempt(&trust, &leaf).expect("ours");
-    assert_eq!((attempt.job_uid.as_str(), attempt.attempt), ("job", 7));
-    assert_eq!(attempt.worker, "node-0.1");
-    let other = Authority::new().expect("an authority");
-    let other = Trust::from_pem(other.certificate_pem()).expect("a certificate");
-    assert!(trust.has_signed(&leaf) && !other.has_signed(&leaf) && !trust.has_signed("x"));
-    let other = WorkerKey::generate().expect("a key");
-    let error = other.attempt(&trust, &leaf).expect_err("another's key");
-    assert!(matches!(error, TlsError::OtherKey), "{error}");
-}
-
-#[test]
-fn names_that_could_be_read_differently_are_refused() {
-    let authority = Authority::new().expect("an authority");
-    let key = WorkerKey::generate().expect("a key");
-    for (job, worker) in [("", "w"), ("j", ""), ("j/2", "w"), ("j", "w/x"), ("j\u{e9}", "w")] {
-        let result = authority.sign(&key.signing_request, job, 1, worker);
-        assert!(matches!(result, Err(AuthorityError::Name { .. })), "{job:?} {worker:?}");
-    }
-}
-
-#[test]
-fn what_is_no_request_is_refused() {
-    let authority = Authority::new().expect("an authority");
-    let mut request = WorkerKey::generate().expect("a key").signing_request;
-    let long = request.clone() + &"\n".repeat(2048);
-    // One changed letter of the body breaks the signature or the form.
-    let middle = request.len() / 2;
-    let changed = if &request[middle..=middle] == "A" { "B" } else { "A" };
-    request.replace_range(middle..=middle, changed);
-    for text in ["", "x", authority.certificate_pem(), &request, &long] {
-        assert!(authority.sign(text, "j", 1, "w").is_err(), "{text:?}");
-    }
-}
-
-#[test]
-fn secrets_differ() {
-    let authority = Authority::new().expect("an authority");
-    let other = Authority::new().expect("an authority");
-    let secrets = [authority.new_secret(), authority.new_secret(), other.new_secret()];
-    assert!(secrets.iter().all(|secret| secret.len() == 64));
-    assert!(secrets[0] != secrets[1] && secrets[0] != secrets[2]);
-}
-
-#[test]
-fn a_keyring_survives_its_secret() {
-    let keyring = Keyring::new().expect("keys");
-    assert!(Keyring::read(&BTreeMap::new()).expect("an empty Secret").is_none());
-    let again = Keyring::read(&keyring.write()).expect("readable").expect("not empty");
-    assert!(again == keyring && again.authority().is_ok());
-    assert_eq!(keyring.seal("n", "job", "pod"), again.seal("n", "job", "pod"));
-    assert_ne!(keyring.seal("n", "job", "pod"), keyring.seal("n", "job", "pod-1"));
-}
-
-#[test]
-fn a_secret_that_was_damaged_is_named_by_its_field() {
-    let keyring = Keyring::new().expect("keys");
-    // Long after the end of its authority.
-    let two = keyring.due(i64::from(u32::MAX)).expect("readable").expect("a successor");
-    let whole = two.write();
-    assert!(Keyring::read(&whole).expect("readable").is_some_and(|again| again == two));
-    for field in ["authority.crt", "authority.key", "seal", "successor.key"] {
-        let mut data = whole.clone();
-        data.remove(field);
-        let error = Keyring::read(&data).err().expect(field).to_string();
-        assert!(error.contains(&format!("{field} is missing")), "{error}");
-        data.insert(field.to_string(), ByteString(vec![0xff, 0xfe]));
-        let error = Keyring::read(&data).err().expect(field).to_string();
-        assert!(error.contains(&format!("{field} is no text")), "{error}");
-    }
-    let mut data = whole.clone();
-    data.insert("seal".to_string(), ByteString(b"abc".to_vec()));
-    let error = Keyring::read(&data).err().expect("a seal").to_string();
-    assert!(error.contains("seal is not 64 hex digits"), "{error}");
-}
 
 #[test]
 fn figures_are_written_as_prometheus_reads_them() {
