@@ -10,11 +10,11 @@
 
 mod pace;
 
-use moejob_identity::authority::{Authority, AuthorityError, requested_key};
-use moejob_identity::{ReviewError, Reviewer, is_same};
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, read_frame, write_frame};
 use moe_worker::failure::chain;
+use moejob_identity::authority::{Authority, AuthorityError, requested_key};
+use moejob_identity::{ReviewError, Reviewer, is_same};
 use moejob_plan::lead::{Ending, Link, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
 use moejob_protocol::message::{CONTROL_VERSIONS, FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};

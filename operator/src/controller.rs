@@ -15,13 +15,13 @@ mod crew;
 pub use clock::Clock;
 
 use crate::apply::Writer;
-use moejob_identity::authority::Authority;
 use crate::control::Told;
-use moejob_identity::{Keyring, Reviewer};
 use crate::metrics::Metrics;
 use crate::observe::{Change, Cluster, JobSeen, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};
 use crew::Crew;
+use moejob_identity::authority::Authority;
+use moejob_identity::{Keyring, Reviewer};
 use moejob_plan::allocate::{Allocation, Ground, Memory, allocate};
 use moejob_plan::lead::{self, Event, Operator, Origin};
 use moejob_plan::observed::Millis;

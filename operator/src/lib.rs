@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! cli -> local (processes of this machine) -> decide: moejob_plan
-//!                  \-> control: a stream to each worker, with identities by authority
+//!                  \-> control: a stream to each worker, with identities (moejob_identity)
 //!
-//! cli -> operator: observe -> controller (allocate, plan) -> apply; lease, identity, metrics,
+//! cli -> operator: observe -> controller (allocate, plan) -> apply; lease, metrics,
 //!     scrape (who may read them)
 //! ```
 

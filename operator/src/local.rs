@@ -13,7 +13,6 @@ mod folder;
 mod process;
 mod words;
 
-use moejob_identity::authority::Authority;
 use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
@@ -25,6 +24,7 @@ use moe_worker::attempt::records::{self, Records};
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
+use moejob_identity::authority::Authority;
 use moejob_manifest::identity;
 use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
 use moejob_manifest::words::count;

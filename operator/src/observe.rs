@@ -15,7 +15,6 @@ mod shared;
 pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
-use moejob_identity::Keyring;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{
     self, ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
@@ -26,6 +25,7 @@ use kube::api::{Api, ApiResource, DynamicObject};
 use kube::runtime::watcher::{self, watcher};
 use kube::{Client, ResourceExt};
 use light::LightPod;
+use moejob_identity::Keyring;
 use moejob_manifest::cost::TEXT_BYTES_MAX;
 use moejob_manifest::crd;
 use moejob_manifest::resources::Resources;

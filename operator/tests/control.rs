@@ -3,9 +3,9 @@
 mod gang;
 
 use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
-use moejob_identity::authority::{Authority, new_pem};
 use moejob::control::{LeaderEvent, Verifier};
 use moe_worker::gang::tls::{Trust, WorkerKey, server_name};
+use moejob_identity::authority::{Authority, new_pem};
 use moejob_plan::lead::Ending;
 use moejob_protocol::message::{LeftReason, Request, alpn};
 use moejob_protocol::{Down, Up};

@@ -13,8 +13,8 @@ use moe_worker::gang::comm::{Header, Kind};
 use moe_worker::gang::strangers::HANDSHAKES_MAX;
 use moe_worker::life::listener::JOINS_BURST;
 use moe_worker::gang::tls::{ALPN_CONTROL, ALPN_DATA, Identity, leader_client};
-use moejob_identity::authority::Authority;
 use moejob::control::LeaderEvent;
+use moejob_identity::authority::Authority;
 use moejob_protocol::Up;
 use moejob_protocol::message::{LeftReason, Phase};
 use rcgen::{

@@ -2,15 +2,13 @@
 
 #[path = "../../tests/server/mod.rs"]
 mod server;
+mod signer;
 
-use base64::Engine;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use moejob_identity::{ReviewError, Reviewer};
 use moejob_plan::lead::PodIdentity;
-use ring::rand::SystemRandom;
-use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair};
 use serde_json::{Value, json};
 use server::{client, failure};
+use signer::Signer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -70,12 +68,9 @@ async fn a_token_is_worth_what_the_api_server_says_of_it() {
 /// each half minute for the sake of tokens that they do not know.
 #[tokio::test]
 async fn a_token_that_keys_prove_is_not_reviewed() {
-    let (algorithm, random) = (&ECDSA_P256_SHA256_FIXED_SIGNING, SystemRandom::new());
-    let key = EcdsaKeyPair::generate_pkcs8(algorithm, &random).expect("a key");
-    let pair = EcdsaKeyPair::from_pkcs8(algorithm, key.as_ref(), &random).expect("a pair");
-    let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode(bytes);
-    let token = |kid: &str, uid: &str| {
-        let body = json!({
+    let signer = Signer::new("k");
+    let body = |uid: &str| {
+        json!({
             "aud": [moejob_protocol::pod::TOKEN_AUDIENCE], "exp": 99_999_999_999_u64, "nbf": 1,
             "iss": "https://api", "sub": "system:serviceaccount:team:default",
             "kubernetes.io": {
@@ -83,18 +78,9 @@ async fn a_token_that_keys_prove_is_not_reviewed() {
                 "pod": { "name": "job-0", "uid": uid },
                 "serviceaccount": { "name": "default", "uid": "s" },
             },
-        });
-        let header = json!({ "alg": "ES256", "kid": kid });
-        let [header, body] = [header, body].map(|part| text(part.to_string().as_bytes()));
-        let signed = format!("{header}.{body}");
-        let signature = pair.sign(&random, signed.as_bytes()).expect("signed");
-        format!("{signed}.{}", text(signature.as_ref()))
+        })
     };
-    let point = pair.public_key().as_ref();
-    let public = json!({ "keys": [{
-        "kty": "EC", "crv": "P-256", "alg": "ES256", "kid": "k",
-        "x": text(&point[1..33]), "y": text(&point[33..]),
-    }]});
+    let public = json!({ "keys": [signer.public()] });
     let asked: Arc<Mutex<Vec<String>>> = Arc::default();
     let seen = Arc::clone(&asked);
     let serves = Arc::new(AtomicUsize::new(1));
@@ -125,7 +111,7 @@ async fn a_token_that_keys_prove_is_not_reviewed() {
         paths.iter().filter(|path| path.contains("tokenreviews")).count()
     };
     let (u0, all) = (pod("u0"), (0..64));
-    let good = token("k", "u0");
+    let good = signer.token(&body("u0"));
     let reviewer = Reviewer::new(client.clone());
     let found = futures::future::join_all(all.map(|_| reviewer.review(&good, &u0))).await;
     assert!(found.iter().all(Result::is_ok), "{found:?}");
@@ -134,8 +120,9 @@ async fn a_token_that_keys_prove_is_not_reviewed() {
     assert!(matches!(other, Err(ReviewError::Other { field: "pod's uid", .. })), "{other:?}");
     assert_eq!(take().len(), 0);
     // Of a key that nobody knows yet: the API server says whose it is. Keys are new enough.
+    let unknown = signer.sign(&json!({ "alg": "ES256", "kid": "new" }), &body("u0"));
     for _ in 0..3 {
-        let unknown = reviewer.review(&token("new", "u0"), &u0).await;
+        let unknown = reviewer.review(&unknown, &u0).await;
         assert!(matches!(unknown, Err(ReviewError::Refused { .. })), "{unknown:?}");
     }
     let paths = take();

@@ -202,12 +202,7 @@ fn sums(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bo
             sum.add(times * (ranks as u64 - 1) * chunk, times as f64 * seconds);
         }
     }
-    // As engines decide it: for less, a lane of its own costs more than it gains.
-    let len = |shared: bool| -> u64 {
-        let of = all.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
-        of.map(|bucket| bucket.len).sum()
-    };
-    (reduce, gather, !zero.is_first() || len(true) > len(false))
+    (reduce, gather, !zero.is_first() || buckets::mostly_shared(all))
 }
 
 /// For a person: a line a verb.

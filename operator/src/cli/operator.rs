@@ -3,7 +3,6 @@
 use super::complain;
 use crate::apply::{ApplyError, Writer};
 use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs, Order};
-use moejob_identity::{IdentityError, Keyring, Reviewer};
 use crate::lease::{Deadline, Election};
 use crate::metrics::Metrics;
 use crate::observe;
@@ -11,6 +10,7 @@ use crate::pulse::{Pulse, abort_on_panic};
 use crate::scrape::Scrape;
 use clap::Args;
 use kube::{Client, Config};
+use moejob_identity::{IdentityError, Keyring, Reviewer};
 use moejob_manifest::crd;
 use moejob_plan::lead::Operator;
 use std::net::SocketAddr;

@@ -1,8 +1,8 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
-use moejob_identity::authority::random;
 use moe_worker::attempt::records::{Records, RecordsError};
 use moe_worker::data::durable;
+use moejob_identity::authority::random;
 use moejob_manifest::changes::changes;
 use moejob_manifest::identity::shared;
 use rustix::fs::{FlockOperation, flock};

@@ -1,12 +1,12 @@
 //! Worker processes: started, listened to, and ended; none outlives the runner.
 
-use moejob_protocol::pod::ENV_TRACE;
 use super::folder::Folder;
-use moejob_identity::authority::Authority;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::dying;
 use moe_worker::life::run::Bootstrap;
+use moejob_identity::authority::Authority;
 use moejob_plan::lead::WorkerPod;
+use moejob_protocol::pod::ENV_TRACE;
 use rustix::process::{Resource, getrlimit};
 use std::collections::HashMap;
 use std::future::Future;

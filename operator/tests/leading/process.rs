@@ -1,8 +1,8 @@
 //! The operator as a process of the test, and what it finds.
 
 use crate::api::Api;
-use moejob_identity::authority::Authority;
 use moe_worker::gang::tls::server_name;
+use moejob_identity::authority::Authority;
 use moejob_manifest::crd;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};

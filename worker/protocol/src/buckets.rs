@@ -83,12 +83,17 @@ impl Bucket {
     }
 
     fn close(&mut self) {
-        self.len = closed(self.len, &self.holders);
+        self.len = self.size().closed();
+    }
+
+    /// The bucket without its tensors.
+    pub fn size(&self) -> BucketSize<'_> {
+        BucketSize { kind: self.kind, holders: &self.holders, len: self.len }
     }
 
     /// Elements of each holder's chunk.
     pub fn chunk_len(&self) -> u64 {
-        self.len / self.holders.len().max(1) as u64
+        self.size().chunk_len()
     }
 
     /// The chunk that `rank` owns; none: it does not hold the bucket.
@@ -133,11 +138,6 @@ impl Bucket {
     }
 }
 
-/// With what pads the end, so that each holder has a chunk of whole blocks.
-fn closed(len: u64, holders: &[u32]) -> u64 {
-    len.next_multiple_of(BLOCK * holders.len().max(1) as u64)
-}
-
 /// A bucket without its tensors: what is to be known of it where a whole gang is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketSize<'a> {
@@ -153,6 +153,22 @@ impl BucketSize<'_> {
     pub fn chunk_len(&self) -> u64 {
         self.len / self.holders.len().max(1) as u64
     }
+
+    /// Elements with what pads the end, so that each holder has a chunk of whole blocks.
+    fn closed(&self) -> u64 {
+        self.len.next_multiple_of(BLOCK * self.holders.len().max(1) as u64)
+    }
+}
+
+/// Whether most elements lie in buckets that several ranks hold. These then travel beside the ops
+/// of a step: for fewer, a lane of its own costs more than it gains.
+pub fn mostly_shared<'a>(all: impl IntoIterator<Item = BucketSize<'a>>) -> bool {
+    let [mut alone, mut shared] = [0; 2];
+    for size in all {
+        let sum = if size.holders.len() > 1 { &mut shared } else { &mut alone };
+        *sum += size.len;
+    }
+    shared > alone
 }
 
 /// The sizes of all buckets, in the order of [`Buckets`]: counted by runs of experts with the same
@@ -160,7 +176,7 @@ impl BucketSize<'_> {
 pub fn sizes<'a>(model: &ModelConfig, holders: &'a Holders) -> Vec<BucketSize<'a>> {
     let mut sizes = Sizes { model, holders, all: Vec::new(), known: BTreeMap::new() };
     model.walk(&mut sizes);
-    sizes.all.iter_mut().for_each(|size| size.len = closed(size.len, size.holders));
+    sizes.all.iter_mut().for_each(|size| size.len = size.closed());
     sizes.all
 }
 

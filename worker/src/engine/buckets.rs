@@ -23,7 +23,7 @@ use moejob_kernels::cuda::Stacked;
 use moejob_kernels::{
     BucketAdamW, BucketBlock, Buffer, Fill, GradientNumbers, Master, MoveCorrections, StepPhase,
 };
-use moejob_protocol::buckets::{Bucket, BucketKind, Buckets};
+use moejob_protocol::buckets::{Bucket, BucketKind, Buckets, mostly_shared};
 use moejob_protocol::buffers::Bucket as Memory;
 use moejob_protocol::config::AdamW as AdamWConfig;
 use moejob_protocol::layout::Layout;
@@ -100,14 +100,10 @@ impl Places {
         let shared = shared.filter(|shared| shared.holders.len() > 1).collect();
         let convoys = buckets.iter().map(|bucket| beside::convoy_of(bucket.kind, layers)).collect();
         let convoy_count = beside::count(layers);
-        let len = |shared: bool| -> u64 {
-            let of = all.buckets.iter().filter(|bucket| (bucket.holders.len() > 1) == shared);
-            of.map(|bucket| bucket.len).sum()
-        };
         assert_eq!(buckets.len(), shapes.len(), "as many as there is memory for");
         // What takes turns travels in every round.
         let turns = shapes.iter().any(|of| of.gradient_turn.is_some());
-        let mostly_shared = turns || len(true) > len(false);
+        let mostly_shared = turns || mostly_shared(all.buckets.iter().map(Bucket::size));
         let shapes = shapes.to_vec();
         Places { buckets, chunks, spans, convoys, convoy_count, shapes, shared, mostly_shared }
     }

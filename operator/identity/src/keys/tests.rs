@@ -1,45 +1,12 @@
+#[path = "../../tests/signer/mod.rs"]
+mod signer;
+
 use super::*;
 use crate::review::Claims;
-use ring::rand::SystemRandom;
-use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair};
 use serde_json::{Value, json};
+use signer::Signer;
 
 const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
-
-/// Signs as an API server does.
-struct Signer {
-    id: &'static str,
-    pair: EcdsaKeyPair,
-}
-
-impl Signer {
-    fn new(id: &'static str) -> Signer {
-        let (algorithm, random) = (&ECDSA_P256_SHA256_FIXED_SIGNING, SystemRandom::new());
-        let key = EcdsaKeyPair::generate_pkcs8(algorithm, &random).expect("a key");
-        let pair = EcdsaKeyPair::from_pkcs8(algorithm, key.as_ref(), &random).expect("a pair");
-        Signer { id, pair }
-    }
-
-    fn public(&self) -> Value {
-        let point = self.pair.public_key().as_ref();
-        let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode(bytes);
-        json!({
-            "use": "sig", "kty": "EC", "crv": "P-256", "alg": "ES256", "kid": self.id,
-            "x": text(&point[1..33]), "y": text(&point[33..]),
-        })
-    }
-
-    fn sign(&self, header: &Value, body: &Value) -> String {
-        let text = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-        let signed = format!("{}.{}", text(header), text(body));
-        let signature = self.pair.sign(&SystemRandom::new(), signed.as_bytes()).expect("signed");
-        format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature.as_ref()))
-    }
-
-    fn token(&self, body: &Value) -> String {
-        self.sign(&json!({ "alg": "ES256", "kid": self.id }), body)
-    }
-}
 
 fn body() -> Value {
     json!({
