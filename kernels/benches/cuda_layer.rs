@@ -229,6 +229,7 @@ fn filled(
     let MoeDesc { dim, hidden, experts, element, .. } = *layer.desc();
     let mut bed = Bed::new(compiler, layer, false, Spread::Dense)?;
     bed.gradients.accumulate = add;
+    bed.gradients.accumulate_router = add;
     let (stream, arena, weights) = (&bed.stream, &bed.arena, bed.tensors.weights);
     let measure = Measure::new(compiler, element)?;
     let per_dim = 1.0 / (dim as f32).sqrt();

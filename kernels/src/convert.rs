@@ -5,12 +5,25 @@ use crate::device::Device;
 
 /// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes
 /// infinite.
-/// Kinds: two different ones of F32, Bf16 and F16; on a CPU also F32 and F64.
+/// Kinds: two different ones of F32, Bf16 and F16; F64 to F32; on a CPU also F32 to F64.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
     pub from: Buffer,
     /// Output
     pub to: Buffer,
+}
+
+/// sum = x, or sum += x, in fp64. A float has 24 bits of mantissa and a sum 53, so nothing is
+/// rounded while the largest of its numbers is within 2^28 times of the smallest. The order in
+/// which they are added then changes nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct AddUp {
+    /// F32 or F64
+    pub x: Buffer,
+    /// F64, as long; changed in place
+    pub sum: Buffer,
+    /// Else `sum` is written.
+    pub adds: bool,
 }
 
 /// An fp32 master in two halves: weight = (bits + 0x8000) >> 16, low = bits - (weight << 16), which
@@ -62,6 +75,15 @@ impl Device {
         match self {
             Device::Cpu(cpu) => cpu.cast(op),
             Device::Cuda(cuda) => cuda.cast(op),
+        }
+    }
+
+    pub fn add_up(&mut self, op: &AddUp) {
+        assert!(matches!(op.x.dtype(), DType::F32 | DType::F64), "{op:?}");
+        assert_eq!((op.sum.dtype(), op.sum.len()), (DType::F64, op.x.len()), "{op:?}");
+        match self {
+            Device::Cpu(cpu) => cpu.add_up(op),
+            Device::Cuda(cuda) => cuda.add_up(op),
         }
     }
 

@@ -55,7 +55,7 @@ pub mod cuda;
 pub use attention::{Attention, AttentionBackward, CachedAttention};
 pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
 pub use buffer::{ArenaPlan, Buffer, DType, Element};
-pub use convert::{Cast, JoinMaster, SplitMaster};
+pub use convert::{AddUp, Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError, Lack, Posted, Traffic};
 pub use elementwise::{

@@ -58,6 +58,7 @@ fn bed_with(compiler: &Compiler, desc: MoeDesc, inputs: &Inputs, kept: Kept) -> 
     let biased = inputs.bias.is_some();
     let mut bed = Bed::new(compiler, layer, biased, kept.spread).expect("device memory");
     bed.gradients.accumulate = kept.accumulate;
+    bed.gradients.accumulate_router = kept.accumulate;
     let weights = bed.tensors.weights;
     write(&bed.arena, bed.tensors.x, &inputs.x);
     write(&bed.arena, bed.dout, &inputs.dout);

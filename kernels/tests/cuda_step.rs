@@ -248,6 +248,25 @@ fn conversions_have_the_bits_of_the_cpu() {
 }
 
 #[test]
+fn sums_in_fp64_have_the_bits_of_the_cpu() {
+    for x in [DType::F32, DType::F64] {
+        let run = |mut bed: StepBed| {
+            let numbers = bed.values(20_011);
+            let (x, sum) = (bed.put(x, &numbers), bed.output(DType::F64, numbers.len()));
+            let rounded = bed.output(DType::F32, numbers.len());
+            // What was there before counts nothing.
+            for adds in [false, true, true] {
+                bed.device.add_up(&AddUp { x, sum, adds });
+            }
+            bed.device.cast(&Cast { from: sum, to: rounded });
+            [bed.bytes(sum), bed.bytes(rounded)]
+        };
+        let Some(bed) = StepBed::cuda("sums in fp64", DType::F32, DType::F32) else { return };
+        assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{x:?}");
+    }
+}
+
+#[test]
 fn initial_weights_have_the_bits_of_the_cpu() {
     let cut = Strided { from: 77, run: 64, stride: 192 };
     for (len, first, place) in [

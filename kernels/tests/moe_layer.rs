@@ -72,7 +72,8 @@ fn check_scaled(
     let (x, up) = (elements(tokens * dim), elements(experts * desc.width() * dim));
     let (down, dout) = (elements(experts * dim * hidden), elements(tokens * dim));
     let (out, dx) = (elements(tokens * dim), elements(tokens * dim));
-    let (dw_up, dw_down) = (elements(up.len()), elements(down.len()));
+    let mut gradient = |len| plan.alloc(desc.gradient_element(), len);
+    let (dw_up, dw_down) = (gradient(up.len()), gradient(down.len()));
     let dw_router = plan.alloc(desc.router_element(), experts * dim);
     let (losses, loads) = (plan.alloc(DType::F64, 2), plan.alloc(DType::F64, experts));
     let loss_scale = scale.map(|_| plan.alloc(DType::F32, 1));
@@ -84,6 +85,7 @@ fn check_scaled(
         up: dense(dw_up),
         down: dense(dw_down),
         accumulate,
+        accumulate_router: accumulate,
     };
     let factor = f64::from(scale.unwrap_or(1.0));
     // Everything that is not an input starts as NaN and as an index out of any bounds.
@@ -177,8 +179,77 @@ fn check_all(device: &mut Device, element: DType) {
         check("sigmoid by segment", device, MoeDesc { sigmoid: true, ..sequences }, false);
     }
     let groups = Some(RouteGroups { count: 3, kept: 2 });
+    if element == DType::F32 {
+        let sums = MoeDesc { weight_gradients: Output::F64, ..base };
+        check("sums in fp64", device, sums, false);
+        check("sums in fp64, added", device, sums, true);
+        let of_ranks = MoeDesc { tokens: 96, sources: 3, ..sums };
+        check("sums in fp64 of three ranks", device, of_ranks, false);
+        add_up_ranks(device, &sums);
+    }
     check("sigmoid in groups", device, MoeDesc { sigmoid: true, groups, ..losses }, false);
     check("every expert, one token", device, MoeDesc { tokens: 1, top_k: 6, ..base }, false);
+}
+
+/// The experts' gradients, up's and down's, of `count` tokens of `desc` from `first` on.
+fn gradients_of(
+    device: &mut Device,
+    desc: &MoeDesc,
+    (first, count): (usize, usize),
+) -> [Vec<f64>; 2] {
+    let MoeDesc { dim, hidden, experts, .. } = *desc;
+    let inputs = Inputs::new(desc, &|e| e as f64 * -0.2);
+    let desc = MoeDesc { tokens: count, sources: count * desc.sources / desc.tokens, ..*desc };
+    let mut plan = ArenaPlan::new();
+    let planned = device.moe_plan(&desc, &mut plan).expect("the device has such a layer");
+    let workspace = plan.alloc(DType::U8, planned.workspace_bytes);
+    let mut floats = |len| plan.alloc(DType::F32, len);
+    let [router, dw_router] = [(); 2].map(|()| floats(experts * dim));
+    let [x, dout, out, dx] = [(); 4].map(|()| floats(count * dim));
+    let (up, down) = (floats(experts * desc.width() * dim), floats(experts * dim * hidden));
+    let [dw_up, dw_down] = [up, down].map(|of| plan.alloc(DType::F64, of.len()));
+    let dense = |buffer| Stacked::dense(buffer, experts);
+    let weights = Weights { router, bias: None, up: dense(up), down: dense(down) };
+    let gradients = Gradients {
+        router: dw_router,
+        up: dense(dw_up),
+        down: dense(dw_down),
+        accumulate: false,
+        accumulate_router: false,
+    };
+    let own = |values: &[bf16]| doubles(&values[first * dim..(first + count) * dim]);
+    for (buffer, values) in [
+        (x, own(&inputs.x)),
+        (dout, own(&inputs.dout)),
+        (router, doubles(&inputs.w_router)),
+        (up, doubles(&inputs.w_up)),
+        (down, doubles(&inputs.w_down)),
+    ] {
+        // No number that products could leave as it is.
+        let values: Vec<f64> = values.iter().map(|x| x * 1.1).collect();
+        write(device, buffer, &values);
+    }
+    let (residual, numbers, loss_scale, saved) = (None, None, None, planned.saved);
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+    device.moe_forward(&MoeForward { desc, tensors, out });
+    device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
+    device.finish().expect("the layer ran");
+    [dw_up, dw_down].map(|of| device.read_vec(of))
+}
+
+/// Two ranks' tokens in one layer have the gradients that each has alone, added up: bit for bit.
+fn add_up_ranks(device: &mut Device, desc: &MoeDesc) {
+    let both = MoeDesc { tokens: 194, sources: 2, ..*desc };
+    let together = gradients_of(device, &both, (0, 194));
+    let alone = [0, 97].map(|first| gradients_of(device, &both, (first, 97)));
+    for (at, together) in together.iter().enumerate() {
+        let sums = alone[0][at].iter().zip(&alone[1][at]).map(|(a, b)| a + b);
+        let differ = together.iter().zip(sums).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        assert_eq!(differ, 0, "of {} numbers of the gradient", together.len());
+        let rounded = |x: &f64| f64::from(*x as f32) == *x;
+        assert!(!together.iter().all(rounded), "sums of two are more than one float holds");
+        assert!(alone[0][at].iter().all(rounded), "a product of one rank is rounded");
+    }
 }
 
 #[test]
@@ -311,8 +382,9 @@ fn a_cpu_says_what_it_has_not() {
         ),
         (
             MoeDesc { weight_gradients: Output::F32, ..base },
-            "weight gradients as F32; on a CPU they are elements",
+            "weight gradients as F32 of F32: on a CPU they are elements, or sums in fp64 of fp32",
         ),
+        (MoeDesc { sources: 3, ..base }, "10 tokens are no whole number for each of 3 ranks"),
     ] {
         let error = device.moe_plan(&desc, &mut ArenaPlan::new()).expect_err(expected);
         let source = std::error::Error::source(&error).expect("the refusal").to_string();

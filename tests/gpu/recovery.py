@@ -5,8 +5,9 @@
 
 The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments), the
 whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first
-step of the next attempt; beside it what the events say of where the time went, and memory before
-and after.
+step of the next attempt; beside it what the events say of where the time went, and memory then.
+Memory of the whole gang is looked at once more before the next fault, when it has settled: from the
+third recovery on it is to stay the same.
 """
 import argparse
 import datetime
@@ -102,6 +103,24 @@ def resident(pid):
     except OSError:
         pass
     return 0.0
+
+
+def proportional(pids):
+    """GiB of all of them, what they share counted once."""
+    total = 0
+    for pid in pids:
+        try:
+            for line in open(f"/proc/{pid}/smaps_rollup"):
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+        except OSError:
+            pass
+    return total / 2**20
+
+
+def spread(values):
+    """How far the largest is above the smallest."""
+    return max(values) / min(values) - 1 if min(values) else 0.0
 
 
 def is_gone(pid):
@@ -237,7 +256,7 @@ def main():
         rows = steps.read()
         return sum(1 for row in rows[-60:] if row["attempt"] == rows[-1]["attempt"])
 
-    times, grown, full = [], [], None
+    times, grown, settled, full = [], [], [], None
     broken = args.fault in ("illegal", "hang")
     try:
         if wait("the first step", lambda: newest()["step"] >= 1):
@@ -263,6 +282,8 @@ def main():
             engines = processes("engine", run.pid)
             workers = processes("worker", run.pid)
             targets = engines if args.whom == "engine" else workers
+            everybody = [run.pid, *workers, *engines]
+            settled.append((sum(map(int, memory_of_gpus())), proportional(everybody)))
             attempt, seen = newest()["attempt"], len(events.read())
             last = newest()["step"]
             full = hog(args.hold) if args.fault == "full" else None
@@ -322,6 +343,12 @@ def main():
                   f"{statistics.median(times):.2f} s of {len(times)}, worst {max(times):.2f}")
         if grown:
             print(f"two again: median {statistics.median(grown):.2f} s, worst {max(grown):.2f}")
+        # The first is of the job as it began.
+        if len(settled) > 4:
+            gpus, hosts = zip(*settled[3:])
+            print(f"settled, from the third recovery on: GPUs {min(gpus)} to {max(gpus)} MiB "
+                  f"({spread(gpus):.2%} apart), processes {min(hosts):.3f} to {max(hosts):.3f} GiB "
+                  f"({spread(hosts):.2%}): {[round(host, 3) for host in hosts]}")
         rows = steps.read()
         whole = [row for row in rows if row.get("stalls", {}).get("snapshot")]
         print("snapshots:", [round_(row["stalls"]["snapshot"]) for row in whole[:12]], "s")

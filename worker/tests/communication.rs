@@ -132,11 +132,13 @@ fn buckets_and_gathered_tokens_are_counted() {
     let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
     let shared = all.buckets.iter().filter(|bucket| bucket.holders[..] == [0, 1]);
     let half = shared.map(|bucket| bucket.len / 2 * 4).sum::<u64>();
+    // Sums in fp32 are exact: they travel in fp64.
+    let wide = 2;
     for report in &told {
         let dispatched = passes * tokens * (row + top_k * (4 + 4) + row);
         assert_eq!(bytes(report, "dispatch"), dispatched);
         assert_eq!(bytes(report, "combine"), passes * tokens * (row + row + top_k * 4));
-        assert_eq!(bytes(report, "reduceScatter"), half);
+        assert_eq!(bytes(report, "reduceScatter"), wide * half);
         assert_eq!(bytes(report, "allGather"), half);
         let numbers = bytes(report, "allReduce");
         assert!(numbers > 0 && numbers.is_multiple_of(8), "numbers of f64: {numbers}");
@@ -157,7 +159,7 @@ fn buckets_and_gathered_tokens_are_counted() {
     }
     assert!(reduced > 2 * half && gathered > 2 * half, "{reduced} {gathered} {half}");
     for report in by_buckets(&job, 9) {
-        assert_eq!(bytes(&report, "reduceScatter"), reduced);
+        assert_eq!(bytes(&report, "reduceScatter"), wide * reduced);
         assert_eq!(bytes(&report, "allGather"), gathered);
         assert_eq!(report.verbs.len(), 5, "{report:?}");
     }

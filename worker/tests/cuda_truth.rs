@@ -235,9 +235,14 @@ fn in_buckets(example: &Example, on: Where) -> (Vec<Vec<f64>>, Vec<u64>) {
     let scale = model.loss_scale().map_or(1.0, |entry| entry.scale);
     let read = |index| {
         let buffer = model.bucket_gradient(index).expect("one rank holds everything");
-        assert_eq!(buffer.dtype(), DType::F32, "sums of several micro-batches");
-        let values = model.device.read_vec::<f32>(buffer);
-        values.into_iter().map(|value| f64::from(value) / scale).collect()
+        let values: Vec<f64> = match buffer.dtype() {
+            DType::F64 => model.device.read_vec(buffer),
+            DType::F32 => {
+                model.device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect()
+            }
+            other => panic!("sums of several micro-batches in {other:?}"),
+        };
+        values.into_iter().map(|value| value / scale).collect()
     };
     let all = (0..model.params.len()).map(read).collect();
     model.device.check().expect("a device that works");

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::CpuDevice;
 use crate::buffer::{Buffer, DType};
-use crate::convert::{Cast, JoinMaster, SplitMaster, join, split};
+use crate::convert::{AddUp, Cast, JoinMaster, SplitMaster, join, split};
 
 impl CpuDevice {
     /// From fp32: `half` rounds f64 by its upper half alone.
@@ -38,6 +38,22 @@ impl CpuDevice {
         let to: &mut [To] = views.write(to);
         for (to, from) in to.iter_mut().zip(from) {
             *to = convert(*from);
+        }
+    }
+
+    pub(crate) fn add_up(&mut self, op: &AddUp) {
+        match op.x.dtype() {
+            DType::F64 => self.add_up_of(op, |x: f64| x),
+            _ => self.add_up_of(op, |x: f32| f64::from(x)),
+        }
+    }
+
+    fn add_up_of<T: crate::Element>(&mut self, op: &AddUp, widen: impl Fn(T) -> f64) {
+        let (mut views, _) = self.split();
+        let x: &[T] = views.read(op.x);
+        let sums: &mut [f64] = views.write(op.sum);
+        for (sum, x) in sums.iter_mut().zip(x) {
+            *sum = if op.adds { *sum + widen(*x) } else { widen(*x) };
         }
     }
 

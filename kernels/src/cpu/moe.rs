@@ -4,6 +4,7 @@ use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked,
 };
+use crate::convert::AddUp;
 use crate::device::Device;
 use crate::elementwise::Add;
 use crate::experts::{
@@ -30,6 +31,8 @@ struct Scratch {
     dx_rows: Buffer,
     /// The experts' gradients of up or down, before they are added
     dw: Buffer,
+    /// Where the rows of each expert and source begin, for sums over sources
+    bounds: Buffer,
 }
 
 impl Scratch {
@@ -43,9 +46,11 @@ impl Scratch {
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
-        let dw = alloc(desc.experts * desc.width() * desc.dim);
+        // Of each source where they are added up in fp64.
+        let dw = alloc(desc.sources * desc.experts * desc.width() * desc.dim);
+        let bounds = backward.alloc(DType::U32, desc.sources * desc.experts + 1);
         let bytes = forward.bytes().max(backward.bytes());
-        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw }
+        Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw, bounds }
     }
 
     /// The same ranges where `workspace` lies.
@@ -54,7 +59,7 @@ impl Scratch {
         let at = |range: Buffer| {
             workspace.slice(range.offset(), range.bytes()).reinterpret(range.dtype())
         };
-        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw } = whole;
+        let Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, .. } = whole;
         Scratch {
             bytes,
             y: at(y),
@@ -64,7 +69,8 @@ impl Scratch {
             dh: at(dh),
             scaled_a: at(scaled_a),
             dx_rows: at(dx_rows),
-            dw: at(dw),
+            dw: at(whole.dw),
+            bounds: at(whole.bounds),
         }
     }
 }
@@ -103,8 +109,15 @@ fn check(desc: &MoeDesc) -> Result<(), Refusal> {
     if desc.activation == MoeActivation::Gelu {
         return Err(Refusal::Activation { found: desc.activation });
     }
-    if desc.weight_gradients != Output::Element {
-        return Err(Refusal::Output { found: desc.weight_gradients });
+    let fits = match desc.weight_gradients {
+        Output::Element => true,
+        Output::F32 => false,
+        Output::F64 => desc.element == DType::F32,
+    };
+    if !fits {
+        let (found, element) = (desc.weight_gradients, desc.element);
+        let reason = "on a CPU they are elements, or sums in fp64 of fp32";
+        return Err(Refusal::Output { found, element, reason });
     }
     desc.check_counts()
 }
@@ -122,10 +135,12 @@ fn scoring(desc: &MoeDesc) -> Scoring {
     if desc.sigmoid { Scoring::Sigmoid } else { Scoring::Softmax }
 }
 
-/// Each expert's [rows, cols] of what lies stacked.
+/// Each expert's [rows, cols] of what lies stacked: weights, or their gradients.
 fn each(stacked: Stacked, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
-    stacked.check(desc.element, desc.experts, rows * cols);
     let Stacked { buffer, stride } = stacked;
+    let dtype = buffer.dtype();
+    assert!(dtype == desc.element || dtype == desc.gradient_element(), "{stacked:?} of {desc:?}");
+    stacked.check(dtype, desc.experts, rows * cols);
     (0..desc.experts).map(|e| buffer.slice(e * stride, rows * cols)).collect()
 }
 
@@ -335,18 +350,24 @@ fn expert_gradients(
     let Saved { offsets, rows, .. } = tensors.saved;
     let MoeDesc { dim, hidden, gated, .. } = *desc;
     let dh = scratch.dh;
+    let by_source = desc.weight_gradients == Output::F64;
+    let (bounds, sources) = match by_source {
+        true => (write_bounds(device, desc, tensors, scratch), desc.sources),
+        false => (offsets, 1),
+    };
+    let into = Into { accumulate: gradients.accumulate, by_source, sources, scratch: scratch.dw };
     let dw_down = ExpertsDownWgrad {
         order: None,
         dim,
         hidden,
-        sources: 1,
+        sources,
         dy: dout,
         row_index: rows,
-        offsets,
+        offsets: bounds,
         a_scaled: scratch.scaled_a,
         dw_down: &each(gradients.down, desc, dim, hidden),
     };
-    add_or_store_down(device, &dw_down, gradients.accumulate.then_some(scratch.dw));
+    into.down(device, &dw_down);
     let (w_gate, w_up) = gate_and_up(tensors.weights.up, desc);
     device.experts_dgrad(&ExpertsDgrad {
         dim,
@@ -364,16 +385,40 @@ fn expert_gradients(
         order: None,
         dim,
         hidden,
-        sources: 1,
+        sources,
         gated,
         x: tensors.x,
         row_index: rows,
-        offsets,
+        offsets: bounds,
         dh,
         dw_gate: &dw_gate,
         dw_up: &dw_up,
     };
-    add_or_store_up(device, &dw_up, gradients.accumulate.then_some(scratch.dw));
+    into.up(device, &dw_up);
+}
+
+/// U32 [E * S + 1]: where the rows of each expert and source begin. An expert's ascend by token.
+fn write_bounds(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    scratch: &Scratch,
+) -> Buffer {
+    let offsets: Vec<u32> = device.read_vec(tensors.saved.offsets);
+    let rows: Vec<u32> = device.read_vec(tensors.saved.rows);
+    let each = (desc.tokens / desc.sources) as u32;
+    let mut bounds = Vec::new();
+    for expert in offsets.windows(2) {
+        let (first, end) = (expert[0] as usize, expert[1] as usize);
+        let of_expert = &rows[first..end];
+        let begins = (0..desc.sources as u32).map(|source| {
+            first + of_expert.partition_point(|token| *token < source * each)
+        });
+        bounds.extend(begins.map(|begin| begin as u32));
+    }
+    bounds.extend(offsets.last());
+    device.write(scratch.bounds, &bounds);
+    scratch.bounds
 }
 
 fn router_gradient(
@@ -388,39 +433,70 @@ fn router_gradient(
         m: desc.experts,
         n: desc.dim,
         k: desc.tokens,
-        accumulate: gradients.accumulate,
+        accumulate: gradients.accumulate_router,
         a: scratch.dlogits,
         b: tensors.x,
         c: gradients.router,
     });
 }
 
-/// Gradients of down; with `scratch` there first, and then added to what is there.
-fn add_or_store_down(device: &mut Device, op: &ExpertsDownWgrad<'_>, scratch: Option<Buffer>) {
-    let Some(scratch) = scratch else { return device.experts_down_wgrad(op) };
-    let own = beside(scratch, op.dw_down, 0);
-    device.experts_down_wgrad(&ExpertsDownWgrad { dw_down: &own, ..*op });
-    add_all(device, op.dw_down, &own);
+/// How products become gradients of weights.
+struct Into {
+    /// They are added to what is there.
+    accumulate: bool,
+    /// What is there are sums in fp64, of a product of each source.
+    by_source: bool,
+    sources: usize,
+    /// Room for products of all experts and sources.
+    scratch: Buffer,
 }
 
-/// The same of gate and up.
-fn add_or_store_up(device: &mut Device, op: &ExpertsUpWgrad<'_>, scratch: Option<Buffer>) {
-    let Some(scratch) = scratch else { return device.experts_up_wgrad(op) };
-    let size = op.dw_gate.iter().map(Buffer::len).sum();
-    let (gate, up) = (beside(scratch, op.dw_gate, 0), beside(scratch, op.dw_up, size));
-    device.experts_up_wgrad(&ExpertsUpWgrad { dw_gate: &gate, dw_up: &up, ..*op });
-    add_all(device, op.dw_gate, &gate);
-    add_all(device, op.dw_up, &up);
-}
+impl Into {
+    /// Gradients of down. What is added to something is written to `scratch` first.
+    fn down(&self, device: &mut Device, op: &ExpertsDownWgrad<'_>) {
+        if self.stores() {
+            return device.experts_down_wgrad(op);
+        }
+        let own = self.room(op.dw_down, 0);
+        device.experts_down_wgrad(&ExpertsDownWgrad { dw_down: &own, ..*op });
+        self.add_all(device, op.dw_down, &own);
+    }
 
-/// Parts of `scratch` from `start` on, as long as `like`.
-fn beside(scratch: Buffer, like: &[Buffer], start: usize) -> Vec<Buffer> {
-    let of = |(at, like): (usize, &Buffer)| scratch.slice(start + at * like.len(), like.len());
-    like.iter().enumerate().map(of).collect()
-}
+    /// The same of gate and up.
+    fn up(&self, device: &mut Device, op: &ExpertsUpWgrad<'_>) {
+        if self.stores() {
+            return device.experts_up_wgrad(op);
+        }
+        let gate = self.room(op.dw_gate, 0);
+        let up = self.room(op.dw_up, gate.iter().map(Buffer::len).sum());
+        device.experts_up_wgrad(&ExpertsUpWgrad { dw_gate: &gate, dw_up: &up, ..*op });
+        self.add_all(device, op.dw_gate, &gate);
+        self.add_all(device, op.dw_up, &up);
+    }
 
-fn add_all(device: &mut Device, into: &[Buffer], from: &[Buffer]) {
-    into.iter().zip(from).for_each(|(a, b)| device.add(&Add { a: *a, b: *b }));
+    fn stores(&self) -> bool {
+        !(self.accumulate || self.by_source)
+    }
+
+    /// A part of `scratch` from `start` on for each source of each of `like`, as long as that.
+    fn room(&self, like: &[Buffer], start: usize) -> Vec<Buffer> {
+        let sources = like.iter().flat_map(|like| std::iter::repeat_n(like.len(), self.sources));
+        let of = |(at, len): (usize, usize)| self.scratch.slice(start + at * len, len);
+        sources.enumerate().map(of).collect()
+    }
+
+    fn add_all(&self, device: &mut Device, into: &[Buffer], from: &[Buffer]) {
+        for (sum, of_sources) in into.iter().zip(from.chunks(self.sources)) {
+            for (source, x) in of_sources.iter().enumerate() {
+                if self.by_source {
+                    let adds = self.accumulate || source > 0;
+                    device.add_up(&AddUp { x: *x, sum: *sum, adds });
+                } else {
+                    device.add(&Add { a: *sum, b: *x });
+                }
+            }
+        }
+    }
 }
 
 /// The router, a segment at a time, and what all of them come to.

@@ -309,16 +309,19 @@ impl<'a> Call<'a> {
         into: Stacked,
         accumulate: bool,
     ) -> (Matrix, GemmArgs) {
-        let dtype = match self.desc().weight_gradients {
-            Output::Element => self.desc().element,
-            Output::F32 => DType::F32,
+        let desc = self.desc();
+        // Other weight gradients have no depth.
+        let tokens_of_each = match desc.weight_gradients {
+            Output::F64 => (desc.tokens / desc.sources) as i32,
+            Output::Element | Output::F32 => 0,
         };
-        let (out, out_rows) = self.stacked(into, dtype, size);
+        let (out, out_rows) = self.stacked(into, desc.gradient_element(), size);
         let args = GemmArgs {
             out: out.address,
             out_f32: out.address,
+            depth: tokens_of_each,
             cols: cols as i32,
-            gathered_pitch: self.desc().dim as i32,
+            gathered_pitch: desc.dim as i32,
             out_pitch: size[1] as i32,
             out_rows,
             accumulate: i32::from(accumulate),
@@ -402,7 +405,7 @@ impl<'a> Call<'a> {
         };
         self.layer.dw_router.launch(self.stream, self.x(), self.dlogits(), args)?;
         let into = self.arena.address(into);
-        let parts = (partials, self.layer.chunks);
-        self.layer.router.sum_parts(self.stream, parts, experts * dim, gradients.accumulate, into)
+        let (parts, adds) = ((partials, self.layer.chunks), gradients.accumulate_router);
+        self.layer.router.sum_parts(self.stream, parts, experts * dim, adds, into)
     }
 }

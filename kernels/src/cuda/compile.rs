@@ -361,6 +361,7 @@ mod tests {
             scale: 1.0,
             groups: None,
             segments: 1,
+            sources: 1,
             aux_coef: 0.01,
             z_coef: 0.001,
             weight_gradients: Output::Element,

@@ -48,6 +48,28 @@ cast(const void* from, int from_kind, void* to, int to_kind, u64 len) {
   }
 }
 
+// sum (+)= x, in fp64.
+template <class X>
+__device__ __forceinline__ void add_all_up(const X* x, double* sum, int adds, u64 len) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < len;
+       i += (u64)gridDim.x * blockDim.x)
+    sum[i] = adds ? sum[i] + (double)x[i] : (double)x[i];
+}
+extern "C" __global__ void __launch_bounds__(256)
+add_up_f32(const float* x, double* sum, int adds, u64 len) {
+  add_all_up(x, sum, adds, len);
+}
+extern "C" __global__ void __launch_bounds__(256)
+add_up_f64(const double* x, double* sum, int adds, u64 len) {
+  add_all_up(x, sum, adds, len);
+}
+extern "C" __global__ void __launch_bounds__(256)
+cast_f64(const double* from, float* to, u64 len) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < len;
+       i += (u64)gridDim.x * blockDim.x)
+    to[i] = __double2float_rn(from[i]);
+}
+
 // master's bits = weight << 16, plus the signed low half; both ways lossless.
 extern "C" __global__ void __launch_bounds__(256)
 split_master(const u32* master, u16* weight, u16* low, u64 len) {

@@ -633,10 +633,11 @@ impl Function {
     }
 }
 
-/// Pointers to the parameters of a launch. Used inside the call, so that temporaries outlive it.
+/// Pointers to the parameters of a launch, which are variables of the caller.
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
-        &mut [$( std::ptr::from_ref(&$value).cast_mut().cast::<std::ffi::c_void>() ),*]
+        // The compiler refuses so what is gone before the launch.
+        &mut [$( (&raw const $value).cast_mut().cast::<std::ffi::c_void>() ),*]
     };
 }
 pub(crate) use parameters;

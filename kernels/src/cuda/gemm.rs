@@ -26,6 +26,8 @@ pub enum Output {
     /// As the layer's elements.
     Element = 0,
     F32 = 1,
+    /// Sums of products that are rounded to fp32, each of the tokens of one rank.
+    F64 = 2,
 }
 
 /// Everything that shapes the code of a product.

@@ -1,9 +1,10 @@
 // The products of grouped_gemm.cu with fp32 elements, plainly: a thread sums 4 x 4 elements of the
 // output, k ascending, by fused multiply-adds. For layers in fp32, which are for checking.
 //
-// Host macros: OP GATED ACT TRANSPOSED INDEXED. W and N as in grouped_gemm.cu;
+// Host macros: OP GATED ACT TRANSPOSED INDEXED OUT. W and N as in grouped_gemm.cu;
 // the router's weights come as they are, so OP_LOGITS is OP_ROWS. OP_DH leaves a part of
-// <da', a> for each column: [rows][N].
+// <da', a> for each column: [rows][N]. A weight gradient in fp64 (OUT 2) is a sum of those of each
+// rank's tokens, `depth` a rank: what a rank alone would compute of them, in whatever order.
 #define OP_UP 0
 #define OP_ROWS 1
 #define OP_DROWS 2
@@ -13,6 +14,7 @@
 
 constexpr bool GATHERED = OP == OP_UP || OP == OP_DH;
 constexpr bool TWO = OP == OP_UP && GATED;
+constexpr bool SOURCES = OP == OP_WGRAD && OUT == 2;
 constexpr int SIDE = 16, EACH = 4, TILE = SIDE * EACH;
 
 // Field by field as in grouped_gemm.cu.
@@ -56,13 +58,20 @@ __device__ __forceinline__ float element_b(const float* b, const Args& args, int
   return b[row * args.depth + k];
 }
 
-// One element of the output: row (or m) and column of the group, the sum, and up's.
+// One element of the output: row (or m) and column of the group, the sum, up's, and that of all
+// ranks.
 __device__ __forceinline__ void finish(const Args& args, int expert, int row0, int m, int n,
-                                       float sum, float up) {
+                                       float sum, float up, double all) {
   if (OP == OP_WGRAD) {
-    float* to = args.out_f32 + (u64)expert * args.out_rows * args.out_pitch
-                + (TRANSPOSED ? (u64)n * args.out_pitch + m : (u64)m * args.out_pitch + n);
-    *to = args.accumulate ? *to + sum : sum;
+    const u64 at = (u64)expert * args.out_rows * args.out_pitch
+                   + (TRANSPOSED ? (u64)n * args.out_pitch + m : (u64)m * args.out_pitch + n);
+    if (SOURCES) {
+      double* to = (double*)args.out_f32 + at;
+      *to = args.accumulate ? *to + all : all;
+    } else {
+      float* to = args.out_f32 + at;
+      *to = args.accumulate ? *to + sum : sum;
+    }
     return;
   }
   const u64 row = row0 + m, at = row * args.out_pitch + n;
@@ -85,6 +94,18 @@ __device__ __forceinline__ void finish(const Args& args, int expert, int row0, i
   }
 }
 
+// A rank's products go to the sum of all.
+__device__ __forceinline__ void add_up(double (&all)[EACH][EACH], float (&sum)[EACH][EACH]) {
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      all[i][j] += sum[i][j];
+      sum[i][j] = 0.f;
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(SIDE * SIDE)
 grouped_gemm(const float* a, const float* b, const __grid_constant__ Args args) {
   const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
@@ -103,7 +124,16 @@ grouped_gemm(const float* a, const float* b, const __grid_constant__ Args args) 
     const int m0 = (t - base) / n_tiles * TILE + y, n0 = (t - base) % n_tiles * TILE + x;
     const int depth = OP == OP_WGRAD ? rows : args.depth;
     float sum[EACH][EACH] = {}, up[EACH][EACH] = {};
+    double all[EACH][EACH] = {};
+    int next = 0;  // the first token of another rank
     for (int k = 0; k < depth; k++) {
+      if (SOURCES) {
+        const int token = args.index[row0 + k];
+        if (token >= next) {
+          next = (token / args.depth + 1) * args.depth;
+          add_up(all, sum);
+        }
+      }
       float av[EACH], bv[EACH], uv[EACH];
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
@@ -121,12 +151,14 @@ grouped_gemm(const float* a, const float* b, const __grid_constant__ Args args) 
         }
       }
     }
+    if (SOURCES) add_up(all, sum);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
 #pragma unroll
       for (int j = 0; j < EACH; j++) {
         const int m = m0 + i * SIDE, n = n0 + j * SIDE;
-        if (m < m_end && n < args.cols) finish(args, expert, row0, m, n, sum[i][j], up[i][j]);
+        if (m < m_end && n < args.cols)
+          finish(args, expert, row0, m, n, sum[i][j], up[i][j], all[i][j]);
       }
     }
   }

@@ -69,8 +69,11 @@ pub struct Gradients {
     pub router: Buffer,
     pub up: Stacked,
     pub down: Stacked,
-    /// Added to what is there, else written. Elements of 16 bits are rounded, added, rounded again
+    /// The experts' are added to what is there, else written. Elements of 16 bits are rounded,
+    /// added, rounded again
     pub accumulate: bool,
+    /// The same of the router's
+    pub accumulate_router: bool,
 }
 
 /// What a layer keeps from its forward to its backward, beside x. On a CPU all floats are of one

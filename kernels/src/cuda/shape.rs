@@ -43,8 +43,11 @@ pub struct MoeDesc {
     pub segments: usize,
     pub aux_coef: f64,
     pub z_coef: f64,
-    /// Expert weight gradients as elements or as fp32
+    /// Expert weight gradients as elements, as fp32, or as sums in fp64
     pub weight_gradients: Output,
+    /// Equal runs of tokens, one of each rank that they come from. Where weight gradients are sums
+    /// in fp64, what is summed are the products of each run, rounded to elements
+    pub sources: usize,
 }
 
 /// Why the kernels do not take a shape.
@@ -64,8 +67,10 @@ pub enum Refusal {
     Slices { found: usize },
     #[error("elements of {found:?}; {devices}")]
     Element { found: DType, devices: &'static str },
-    #[error("weight gradients as {found:?}; on a CPU they are elements")]
-    Output { found: Output },
+    #[error("weight gradients as {found:?} of {element:?}: {reason}")]
+    Output { found: Output, element: DType, reason: &'static str },
+    #[error("{found} tokens are no whole number for each of {sources} ranks")]
+    Sources { found: usize, sources: usize },
     #[error("the activation {found:?}, which a CPU has not; GeluTanh it has")]
     Activation { found: MoeActivation },
 }
@@ -132,6 +137,10 @@ impl MoeDesc {
             let devices = "layers on a GPU are in bf16, fp16 or fp32";
             return Err(Refusal::Element { found: self.element, devices });
         }
+        if self.weight_gradients == Output::F64 && self.element != DType::F32 {
+            let (found, element) = (self.weight_gradients, self.element);
+            return Err(Refusal::Output { found, element, reason: "sums in fp64 are of fp32" });
+        }
         range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
         range("segments", self.segments, 1, Self::SEGMENTS_MAX)?;
@@ -145,6 +154,15 @@ impl MoeDesc {
         counted("rows of the stacked weights", w1, i32::MAX as u128)
     }
 
+    /// What the experts' weight gradients are of.
+    pub const fn gradient_element(&self) -> DType {
+        match self.weight_gradients {
+            Output::Element => self.element,
+            Output::F32 => DType::F32,
+            Output::F64 => DType::F64,
+        }
+    }
+
     /// What every device asks of a layer.
     pub(crate) fn check_counts(&self) -> Result<(), Refusal> {
         range("experts", self.experts, 1, 1 << 20)?;
@@ -156,6 +174,10 @@ impl MoeDesc {
         if !self.tokens.is_multiple_of(self.segments) {
             let (found, multiple) = (self.tokens, self.segments);
             return Err(Refusal::Segments { found, multiple });
+        }
+        if self.sources == 0 || !self.tokens.is_multiple_of(self.sources) {
+            let (found, sources) = (self.tokens, self.sources);
+            return Err(Refusal::Sources { found, sources });
         }
         self.check_groups()
     }

@@ -30,6 +30,7 @@ pub fn desc(
         scale: 1.0,
         groups: None,
         segments: 1,
+        sources: 1,
         aux_coef: 0.0,
         z_coef: 0.0,
         weight_gradients: Output::Element,
@@ -95,12 +96,13 @@ impl Bed {
             down: stacked(&mut plan, desc.element, down, spread),
         };
         let [dout, out, dx] = [(); 3].map(|()| plan.alloc(desc.element, tokens * dim));
-        let kind = if desc.weight_gradients == Output::Element { desc.element } else { DType::F32 };
+        let kind = desc.gradient_element();
         let gradients = Gradients {
             router: plan.alloc(DType::F32, experts * dim),
             up: stacked(&mut plan, kind, up, spread),
             down: stacked(&mut plan, kind, down, spread),
             accumulate: false,
+            accumulate_router: false,
         };
         let before = plan.bytes();
         let saved = layer.plan_saved(&mut plan);

@@ -177,7 +177,7 @@ impl<'a> LayerOnGpus<'a> {
             back: of_all(formats.token_bytes(dim)[1]),
             products: 2.0 * tokens * f64::from(top_k) * expert / (rate * flops.reached),
             weights: held * element / copy_rate,
-            gradients: 2.0 * held * types.gradient.bytes() as f64 / copy_rate,
+            gradients: 2.0 * held * types.summed(types.gradient).bytes() as f64 / copy_rate,
             copied: 2.0 * 2.0 * tokens * dim as f64 * element / copy_rate,
         })
     }

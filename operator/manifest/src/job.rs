@@ -511,6 +511,14 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
         let warmup_steps = schedule.constant.and_then(|constant| constant.warmup_steps);
         Schedule::Constant { warmup_steps: warmup_steps.unwrap_or(0) }
     };
+    let precision = match (training.precision, backend) {
+        (Some(PrecisionName::Fp32), _) | (None, Backend::Cpu) => Precision::Fp32,
+        (Some(PrecisionName::Tf32), _) => Precision::Tf32,
+        (Some(PrecisionName::Bf16), _) | (None, Backend::Cuda) => Precision::Bf16,
+        (Some(PrecisionName::Fp16), _) => Precision::Fp16,
+    };
+    // In fp32 the number of GPUs then changes no bit.
+    let pre_reduced = matches!(precision, Precision::Bf16 | Precision::Fp16);
     TrainingConfig {
         steps: training.steps.unwrap_or(0),
         global_batch_size: training
@@ -518,12 +526,7 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
             .unwrap_or(micro_batch_size.saturating_mul(8)),
         micro_batch_size,
         sequence_length: spec.data.as_ref().and_then(|data| data.sequence_length).unwrap_or(0),
-        precision: match (training.precision, backend) {
-            (Some(PrecisionName::Fp32), _) | (None, Backend::Cpu) => Precision::Fp32,
-            (Some(PrecisionName::Tf32), _) => Precision::Tf32,
-            (Some(PrecisionName::Bf16), _) | (None, Backend::Cuda) => Precision::Bf16,
-            (Some(PrecisionName::Fp16), _) => Precision::Fp16,
-        },
+        precision,
         adamw: AdamW {
             learning_rate,
             beta1: adamw.beta1.unwrap_or(0.9),
@@ -561,7 +564,7 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cuda => parallelism.wire.map_or(Wire::Auto, |of| of.0),
             },
             combine_each: backend == Backend::Cuda
-                && parallelism.combine_pre_reduce == Some(false),
+                && !parallelism.combine_pre_reduce.unwrap_or(pre_reduced),
             zero: match backend {
                 Backend::Cpu => Zero::default(),
                 Backend::Cuda => parallelism.zero.and_then(Zero::of).unwrap_or_default(),

@@ -188,8 +188,8 @@ fn sums(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bo
     for bucket in of_rank_0.filter(|bucket| bucket.holders.len() > 1) {
         let ranks = bucket.holders.len();
         let kinds = match bucket.kind.is_of_vectors() {
-            true => [types.vector; 2],
-            false => [types.gradient, types.element],
+            true => [types.summed(types.vector), types.vector],
+            false => [types.summed(types.gradient), types.element],
         };
         let turns = Turn::of(bucket.kind, ranks).is_some();
         let times = [

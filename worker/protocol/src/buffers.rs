@@ -61,7 +61,11 @@ pub struct Bucket<B> {
     pub master: Option<B>,
     pub moment1: B,
     pub moment2: B,
+    /// Where sums are exact: of one micro-batch, and in the own chunk of a whole step in the end.
+    /// Of experts that chunk alone.
     pub gradient: B,
+    /// f64: the sums of a step, where they are exact
+    pub sum: Option<B>,
     /// f64 [owned blocks]
     pub square_sums: B,
 }
@@ -71,6 +75,8 @@ pub struct Bucket<B> {
 pub struct Whole<B> {
     pub weights: Vec<B>,
     pub gradients: Vec<B>,
+    /// f64: what of gradients travels, where sums are exact
+    pub sums: Vec<B>,
 }
 
 /// Stacks of partial gradients: each entry is as large as what it is the gradient of.

@@ -120,6 +120,9 @@ pub struct Types {
     /// Of matrices; of vectors as they are.
     pub gradient: Kind,
     pub sums: Sums,
+    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks. Then
+    /// their order changes no bit, and neither does the number of ranks.
+    pub exact: bool,
     /// The loss is multiplied before backward, so that fp16 holds its gradients.
     pub scaled: bool,
 }
@@ -161,6 +164,7 @@ impl Types {
             moment: float,
             gradient: float,
             sums,
+            exact: false,
             scaled: false,
         }
     }
@@ -185,7 +189,14 @@ impl Types {
             MomentDtype::Fp32 => Kind::F32,
         };
         let scaled = element == Kind::F16;
-        Types { element, masters, moment, gradient, scaled, ..whole }
+        let several = training.global_batch_size > training.micro_batch_size;
+        let exact = training.precision == Precision::Fp32 && several;
+        Types { element, masters, moment, gradient, exact, scaled, ..whole }
+    }
+
+    /// What gradients that are of `kind` are added up in.
+    pub const fn summed(&self, kind: Kind) -> Kind {
+        if self.exact { Kind::F64 } else { kind }
     }
 
     /// Bytes of a float in a checkpoint.

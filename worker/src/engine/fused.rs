@@ -45,9 +45,14 @@ pub(crate) fn describe(
         scale: router.scale as f32,
         groups: (count > 1).then_some(RouteGroups { count, kept }),
         segments,
+        sources: 1,
         aux_coef: router.aux_loss_coef * router_scale,
         z_coef: router.z_loss_coef * router_scale,
-        weight_gradients: if gradient == element { Output::Element } else { Output::F32 },
+        weight_gradients: match gradient {
+            same if same == element => Output::Element,
+            DType::F64 => Output::F64,
+            _ => Output::F32,
+        },
     }
 }
 
@@ -136,7 +141,8 @@ impl Pass<'_> {
             router,
             up: stacks.up,
             down: stacks.down,
-            accumulate: leaf.accumulate,
+            accumulate: leaf.accumulate_experts,
+            accumulate_router: leaf.accumulate,
         };
         let recompute = self.model.shape.recompute;
         // The last mixture layer's rows are those that forward left.

@@ -2,13 +2,13 @@
 
 use crate::data::DataError;
 use crate::engine::beside::{Chunked, ENV_OVERLAP, Overlap};
-use crate::engine::buckets::Places;
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
 use crate::engine::links::{Aside, Groups, Links, NoLinks, PATIENCE, PeerUse};
 use crate::engine::looks::Looks;
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
+use crate::engine::places::Places;
 use crate::engine::sums::Sums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;

@@ -12,6 +12,7 @@ mod arena;
 pub mod handles;
 pub mod group;
 pub(crate) mod beside;
+pub(crate) mod places;
 pub mod buckets;
 pub(crate) mod zero;
 pub mod model;

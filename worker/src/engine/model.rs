@@ -10,7 +10,6 @@
 
 use crate::engine::arena::{ArenaPlanner, dtype};
 use crate::engine::beside::Chunked;
-use crate::engine::buckets::Places;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
@@ -18,6 +17,7 @@ use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
 use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
 use crate::engine::numbers::Numbers;
+use crate::engine::places::Places;
 use crate::engine::portion::LEGS;
 use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
@@ -429,7 +429,7 @@ pub fn step_kernels(
 }
 
 fn layer_desc(config: &ModelConfig, shape: &Shape, router_scale: f64) -> MoeDesc {
-    let kinds = [shape.types.element, shape.types.gradient].map(dtype);
+    let kinds = [shape.types.element, shape.types.summed(shape.types.gradient)].map(dtype);
     let segments = shape.segments as usize;
     fused::describe(config, kinds, shape.tokens as usize, segments, router_scale)
 }

@@ -10,9 +10,10 @@
 //! A stage holds 16 Mi elements; what is longer passes in pieces. In a bucket a rank has masters
 //! and moments of its own chunk alone, and weights of all.
 
-use crate::engine::buckets::{Places, master};
+use crate::engine::buckets::master;
 use crate::engine::handles::slice;
 use crate::engine::model::Model;
+use crate::engine::places::Places;
 use crate::failure::chain;
 use crate::state::copy::copy;
 use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};

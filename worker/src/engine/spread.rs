@@ -78,6 +78,7 @@ impl Here {
             part: true,
             groups: None,
             segments: 1,
+            sources: ranks,
             ..*whole
         };
         (ranks > 1).then_some(Here { desc, ranks })
@@ -85,7 +86,7 @@ impl Here {
 
     /// The same of this rank's own tokens alone, for sums over their rows.
     pub fn own(&self) -> MoeDesc {
-        MoeDesc { tokens: self.desc.tokens / self.ranks, ..self.desc }
+        MoeDesc { tokens: self.desc.tokens / self.ranks, sources: 1, ..self.desc }
     }
 }
 
@@ -244,6 +245,7 @@ impl Pass<'_> {
                 up: stacks.up,
                 down: stacks.down,
                 accumulate: leaf.accumulate_experts || before,
+                accumulate_router: false,
             },
         });
     }
@@ -280,7 +282,6 @@ impl Pass<'_> {
         let slots = slots.slice(0, ds.len());
         let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         let router = dense.layers[layer].router.expect("a mixture layer has a router");
-        let (up, down) = (stacks.up, stacks.down);
         let dx = self.model.buffers.scratch.dnorm;
         self.model.device.moe_router_backward(&MoeRouterBackward {
             desc,
@@ -288,7 +289,13 @@ impl Pass<'_> {
             ds,
             slots,
             dx,
-            gradients: Gradients { router, up, down, accumulate: leaf.accumulate },
+            gradients: Gradients {
+                router,
+                up: stacks.up,
+                down: stacks.down,
+                accumulate: leaf.accumulate_experts,
+                accumulate_router: leaf.accumulate,
+            },
         });
     }
 

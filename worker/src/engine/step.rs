@@ -55,7 +55,11 @@ impl Engine {
                 pass.backward(&leaf);
             });
             engine.model.device.phase(StepPhase::Backward);
-            engine.gradients.push(round, schedule.own, &schedule.leaves, &mut engine.model);
+            let (own, leaves) = (schedule.own, &schedule.leaves);
+            match leave {
+                true => engine.gradients.push_last(round, own, leaves, &mut engine.model),
+                false => engine.gradients.push(round, own, leaves, &mut engine.model),
+            }
         })?;
         let Engine { model, gradients, links, spoiled, .. } = self;
         if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {

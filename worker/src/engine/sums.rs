@@ -53,7 +53,20 @@ impl Sums {
     pub fn push(&mut self, round: &Round, own: Option<u32>, leaves: &[u32], model: &mut Model) {
         match self {
             Sums::Tree(tree) => tree.push(round, own, leaves, model),
-            Sums::Buckets(buckets) => buckets.push(round),
+            Sums::Buckets(buckets) => buckets.push(round, model),
+        }
+    }
+
+    /// The same of a round that had [`Sums::last_leaf`]: what is in buckets has left.
+    pub(crate) fn push_last(
+        &mut self,
+        round: &Round,
+        own: Option<u32>,
+        leaves: &[u32],
+        model: &mut Model,
+    ) {
+        if let Sums::Tree(tree) = self {
+            tree.push(round, own, leaves, model);
         }
     }
 

@@ -3,6 +3,7 @@
 //! ```text
 //! weights    want(l): gather l unless it is whole -> await -> handles of l; l + 1 leaves
 //! gradients  claim(l) -> backward of l writes -> shed(l): reduce-scatter in its place
+//!            (exact sums: in fp64, in a place of their own)
 //!            -> settle, before the place is claimed again: own chunk = or += the own sum
 //! ```
 //! Which place a bucket gets and what leaves ahead stands in the protocol (`zero.rs`), as a
@@ -10,13 +11,13 @@
 //! round in that order, with or without a micro-batch.
 
 use crate::engine::backward::Leaf;
-use crate::engine::buckets::Places;
 use crate::engine::forward::Pass;
 use crate::engine::handles::DenseLayer;
 use crate::engine::links::{Links, Shared};
 use crate::engine::model::Model;
+use crate::engine::places::{Places, summed};
 use crate::engine::round::Aim;
-use moejob_kernels::{Add, Buffer, StepPhase};
+use moejob_kernels::{Add, AddUp, Buffer, StepPhase};
 use moejob_protocol::buckets::{Bucket, BucketKind};
 use moejob_protocol::buffers::{Bucket as Memory, Buffers};
 use moejob_protocol::memory::Shape;
@@ -214,6 +215,11 @@ impl Model {
         let first = turning.begun.insert(kind);
         let (mark, of) = (turning.mark_of_gradients(place), turning.buckets[&kind].clone());
         self.device.await_mark(mark, phase);
+        if let Some(exact) = self.buffers.whole.sums.get(place) {
+            let (_, x) = of.within(*exact);
+            let sum = summed(&self.buffers.buckets[of.at]);
+            return self.device.add_up(&AddUp { x, sum, adds: !first });
+        }
         let (_, sum) = of.within(self.buffers.whole.gradients[place]);
         let own = self.buffers.buckets[of.at].gradient;
         match first {
@@ -341,7 +347,12 @@ impl Pass<'_> {
             self.model.device.fill_zero(whole);
         }
         let Pass { model, links, .. } = self;
-        let all = [Shared { holders: &of.holders, buffer: Some(whole) }];
+        let mut leaves = whole;
+        if let Some(exact) = model.buffers.whole.sums.get(place) {
+            (leaves, _) = of.within(*exact);
+            model.device.add_up(&AddUp { x: whole, sum: leaves, adds: false });
+        }
+        let all = [Shared { holders: &of.holders, buffer: Some(leaves) }];
         if links.work_beside() {
             links.reduce_scatter_beside(&mut model.device, &all, mark);
         } else {

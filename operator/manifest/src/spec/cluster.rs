@@ -214,7 +214,8 @@ pub struct ParallelismSpec {
     /// Whether a GPU sums up what its experts make of a token before that goes back: true, one row
     /// comes back from each GPU; false, one of each expert, which takes as many times the bytes and
     /// the memory, and the token's own GPU sums them in the order of experts. Processors do the
-    /// latter, so that no bit depends on their number. Default: true, on processors false.
+    /// latter, and GPUs in fp32, so that no bit depends on their number. Default: true with
+    /// precision bf16 and fp16, else false.
     pub combine_pre_reduce: Option<bool>,
     /// Ranks that share each matrix (tp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]

@@ -1,6 +1,6 @@
 //! Buckets as memory: their sizes, and what of them a rank has whole.
 
-use crate::buckets::{BucketSize, sizes};
+use crate::buckets::{BucketKind, BucketSize, sizes};
 use crate::model::ModelConfig;
 use crate::owners::Holders;
 use crate::zero::{Turn, Zero};
@@ -13,6 +13,8 @@ pub struct BucketShape {
     pub owned: u64,
     /// Vectors, which are kept whole, rather than matrices.
     pub vectors: bool,
+    /// Of experts.
+    pub experts: bool,
     /// Where it takes turns to be whole, if the gradients do, or the weights.
     pub gradient_turn: Option<Turn>,
     pub weight_turn: Option<Turn>,
@@ -47,6 +49,7 @@ pub(super) fn of(
             len: size.len,
             owned: size.chunk_len(),
             vectors: size.kind.is_of_vectors(),
+            experts: matches!(size.kind, BucketKind::Experts { .. }),
             gradient_turn: turn.filter(|_| zero.divides_gradients()),
             weight_turn: turn.filter(|_| zero.divides_weights()),
         }

@@ -21,6 +21,9 @@ impl<B: Copy> Bucket<B> {
             (_, Masters::Separate) => (types.element, Some(Kind::F32), types.gradient),
         };
         let gradients = if shape.trains { of.gradients() } else { 0 };
+        let sum = (types.exact && shape.trains).then_some(gradients);
+        // The products of experts go to the sum at once.
+        let gradients = if sum.is_some() && of.experts { of.owned } else { gradients };
         let blocks = of.owned / BLOCK;
         let mut part = |name, kind, len| match name {
             OFFLOADED_MASTERS | OFFLOADED_MOMENTS => planner.alloc_on_host(name, kind, len),
@@ -40,6 +43,7 @@ impl<B: Copy> Bucket<B> {
             moment1: part(moments, types.moment, of.owned),
             moment2: part(moments, types.moment, of.owned),
             gradient: part("gradients", gradient, gradients),
+            sum: sum.map(|len| part("gradients", Kind::F64, len)),
             table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
             square_sums: part("numbers", Kind::F64, blocks),
         }
@@ -61,6 +65,10 @@ impl<B: Copy> Whole<B> {
         Whole {
             weights: places(WHOLE_WEIGHTS, types.element, |of| of.weight_turn),
             gradients: places(WHOLE_GRADIENTS, types.gradient, |of| of.gradient_turn),
+            sums: match types.exact {
+                true => places(WHOLE_GRADIENTS, Kind::F64, |of| of.gradient_turn),
+                false => Vec::new(),
+            },
         }
     }
 }
