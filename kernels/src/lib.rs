@@ -79,6 +79,7 @@ pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 pub use moe_here::{
     MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+    MoeUpGradient,
 };
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};

@@ -86,6 +86,17 @@ pub struct MoeExpertsBackward {
     /// Output [A, K], as the weights
     pub ds: Buffer,
     pub gradients: Gradients,
+    /// Up's gradient is left to [`MoeUpGradient`], beside which dx and ds may travel.
+    pub up_later: bool,
+}
+
+/// The gradient of up, behind a [`MoeExpertsBackward`] that left it out and before what writes to
+/// its `tensors`.
+#[derive(Clone, Copy, Debug)]
+pub struct MoeUpGradient {
+    pub desc: MoeDesc,
+    pub tensors: MoeTensors,
+    pub gradients: Gradients,
 }
 
 /// The router's own part: dx [T, D] = the gradient of <ds, weights> and of the losses by x; and its
@@ -165,6 +176,13 @@ impl Device {
         match self {
             Device::Cpu(_) => crate::cpu::moe::experts_backward(self, op),
             Device::Cuda(cuda) => cuda.moe_experts_backward(op),
+        }
+    }
+
+    pub fn moe_up_gradient(&mut self, op: &MoeUpGradient) {
+        match self {
+            Device::Cpu(_) => crate::cpu::moe::up_gradient(self, op),
+            Device::Cuda(cuda) => cuda.moe_up_gradient(op),
         }
     }
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Jobs in fp32 have the numbers of one GPU on two: truth.py MOEJOB [--models N] [--seed N]
-[--steps N]
+"""Jobs in fp32 have the numbers of one GPU on several: truth.py MOEJOB [--models N] [--seed N]
+[--steps N] [--gpus N]
 
-Models are drawn by the seed: sizes, experts, sequences a step, families. Each trains on one GPU, on
-two that hold all experts, on two that hold half of them, and so with its dense part divided. What
-every step tells (its losses and its gradient's norm) are sums in fp64 over ranks, so they may be
-1e-12 apart. A token that chose another expert would show as 1e-6. Without two GPUs one stands for
-both.
+Models are drawn by the seed: sizes, experts, sequences a step, routers. Each trains on one GPU, and
+on several that hold all experts, that share them, and so with the dense part divided; four also
+as two workers, between which tokens travel along rails. What every step tells (its losses and its
+gradient's norm) are sums in fp64 over ranks, so they may be 1e-12 apart. A token that chose another
+expert would show as 1e-6. Where there are fewer GPUs, one stands for all.
 """
 
 import argparse
@@ -31,10 +31,10 @@ def text(folder, seed):
         (folder / f"{file}.txt").write_text(" ".join(some))
 
 
-def model(draw):
+def model(draw, gpus):
     """The parts of a manifest that are drawn: its model and its training."""
     hidden, heads = draw.choice([(128, 2), (256, 4), (512, 8)])
-    experts, chosen = draw.choice([(8, 2), (16, 4), (32, 4), (16, 8)])
+    experts, chosen = draw.choice([(8, 2), (16, 4), (32, 4), (8 * gpus, 8)])
     micro = draw.choice([1, 2, 4])
     router = f"auxLossCoef: {draw.choice([0.001, 0.01])}"
     if draw.random() < 0.3:
@@ -59,14 +59,14 @@ def model(draw):
     return lines, training
 
 
-def manifest(name, drawn, gpus, parallelism, steps):
+def manifest(name, drawn, nodes, parallelism, steps):
     lines, training = drawn
     return "\n".join([
         "apiVersion: moejob.dev/v1alpha1",
         "kind: MoeJob",
         f"metadata: {{ name: {name} }}",
         "spec:",
-        f"  nodes: {{ profile: gpu, devicesPerNode: {gpus} }}",
+        f"  nodes: {{ profile: gpu, {nodes} }}",
         f"  parallelism: {{ {parallelism} }}",
         *lines,
         "  data:",
@@ -84,13 +84,13 @@ def manifest(name, drawn, gpus, parallelism, steps):
     ])
 
 
-def train(moejob, folder, name, text_of_job):
+def train(moejob, folder, name, workers, text_of_job):
     path = folder / f"{name}.yaml"
     path.write_text(text_of_job)
     began = time.time()
     done = subprocess.run(
-        [moejob, "run", path, "--dir", folder], capture_output=True, text=True, timeout=240,
-        check=False)
+        [moejob, "run", path, "--dir", folder, "--workers", str(workers)],
+        capture_output=True, text=True, timeout=240, check=False)
     if done.returncode != 0:
         print(done.stdout[-1500:], done.stderr[-3000:], text_of_job, sep="\n")
         return None, 0.0
@@ -116,30 +116,39 @@ def main():
     parser.add_argument("--models", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--gpus", type=int, default=2)
     options = parser.parse_args()
-    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    if len(gpus.splitlines()) < 2:
-        os.environ["MOEJOB_GPU_SHARES"] = "2"
+    gpus = options.gpus
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    if len(found.splitlines()) < gpus:
+        os.environ["MOEJOB_GPU_SHARES"] = str(gpus)
+    of_one_node = f"devicesPerNode: {gpus}"
+    jobs = [
+        ("one", 1, "devicesPerNode: 1", "expert: 1"),
+        ("all-experts", 1, of_one_node, "expert: 1"),
+        ("shared", 1, of_one_node, f"expert: {gpus}"),
+        ("divided", 1, of_one_node, f"expert: {gpus}, zero: 3"),
+    ]
+    if gpus > 2:
+        of_two = f"min: 2, max: 2, devicesPerNode: {gpus // 2}"
+        jobs += [
+            ("halves", 1, of_one_node, "expert: 2"),
+            ("rails", 2, of_two, f"expert: {gpus}, exchange: hierarchical"),
+        ]
     failed = False
     for seed in range(options.seed, options.seed + options.models):
         draw = random.Random(seed)
-        drawn = model(draw)
+        drawn = model(draw, gpus)
         print(f"-- {seed}: {'; '.join(line.strip() for part in drawn for line in part[1:])}")
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             (folder / "data").mkdir()
             text(folder / "data", seed)
-            jobs = [
-                ("one", 1, "expert: 1"),
-                ("all-experts", 2, "expert: 1"),
-                ("half-the-experts", 2, "expert: 2"),
-                ("divided", 2, "expert: 2, zero: 3"),
-            ]
             expected = None
-            for name, devices, parallelism in jobs:
+            for name, workers, nodes, parallelism in jobs:
                 moejob = options.moejob.resolve()
-                job = manifest(name, drawn, devices, parallelism, options.steps)
-                found, seconds = train(moejob, folder, name, job)
+                job = manifest(name, drawn, nodes, parallelism, options.steps)
+                found, seconds = train(moejob, folder, name, workers, job)
                 if found is None or len(found) != options.steps:
                     failed = True
                     print(f"FAILED: {name}")

@@ -15,6 +15,7 @@ use crate::matmul::{Layout, Matmul};
 use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 use crate::moe_here::{
     MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+    MoeUpGradient,
 };
 use crate::place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 use crate::route::{Route, RouteBackward, Scoring};
@@ -280,25 +281,35 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
     device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y });
     route_backward(device, desc, tensors, &scratch, dx);
     expert_gradients(device, desc, tensors, dout, gradients, &scratch);
+    gradients_of_up(device, desc, tensors, gradients, &scratch);
     let (accumulate, x) = (true, scratch.dx_rows);
     device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
     router_gradient(device, desc, tensors, gradients, &scratch);
 }
 
 pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
-    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, each, ds, ref gradients } = *op;
+    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, each, ds, .. } = *op;
     let MoeDesc { tokens, dim, top_k, .. } = *desc;
     let pos = tensors.saved.pos;
     let scratch = Scratch::within(desc, tensors.workspace);
     hidden_gradient(device, desc, tensors, dout, &scratch);
     let (rows, x) = (desc.slots(), scratch.ds);
     device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y: ds });
-    expert_gradients(device, desc, tensors, dout, gradients, &scratch);
+    expert_gradients(device, desc, tensors, dout, &op.gradients, &scratch);
+    if !op.up_later {
+        gradients_of_up(device, desc, tensors, &op.gradients, &scratch);
+    }
     if each {
         return rows_of_choices(device, desc, (scratch.dx_rows, pos), dx);
     }
     let (accumulate, x) = (false, scratch.dx_rows);
     device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
+}
+
+pub(crate) fn up_gradient(device: &mut Device, op: &MoeUpGradient) {
+    let MoeUpGradient { ref desc, ref tensors, ref gradients } = *op;
+    let scratch = Scratch::within(desc, tensors.workspace);
+    gradients_of_up(device, desc, tensors, gradients, &scratch);
 }
 
 pub(crate) fn router_backward(device: &mut Device, op: &MoeRouterBackward) {
@@ -338,7 +349,7 @@ fn hidden_gradient(
     });
 }
 
-/// Gradients of down and up, and dX rows.
+/// The gradient of down, and dX rows.
 fn expert_gradients(
     device: &mut Device,
     desc: &MoeDesc,
@@ -347,23 +358,16 @@ fn expert_gradients(
     gradients: &Gradients,
     scratch: &Scratch,
 ) {
-    let Saved { offsets, rows, .. } = tensors.saved;
     let MoeDesc { dim, hidden, gated, .. } = *desc;
-    let dh = scratch.dh;
-    let by_source = desc.weight_gradients == Output::F64;
-    let (bounds, sources) = match by_source {
-        true => (write_bounds(device, desc, tensors, scratch), desc.sources),
-        false => (offsets, 1),
-    };
-    let into = Into { accumulate: gradients.accumulate, by_source, sources, scratch: scratch.dw };
+    let into = Into::new(device, desc, tensors, gradients, scratch);
     let dw_down = ExpertsDownWgrad {
         order: None,
         dim,
         hidden,
-        sources,
+        sources: into.sources,
         dy: dout,
-        row_index: rows,
-        offsets: bounds,
+        row_index: tensors.saved.rows,
+        offsets: into.bounds,
         a_scaled: scratch.scaled_a,
         dw_down: &each(gradients.down, desc, dim, hidden),
     };
@@ -374,23 +378,34 @@ fn expert_gradients(
         hidden,
         sources: 1,
         gated,
-        dh,
-        offsets,
+        dh: scratch.dh,
+        offsets: tensors.saved.offsets,
         w_gate: &w_gate,
         w_up: &w_up,
         dx: scratch.dx_rows,
     });
+}
+
+/// The gradient of up, behind [`expert_gradients`].
+fn gradients_of_up(
+    device: &mut Device,
+    desc: &MoeDesc,
+    tensors: &MoeTensors,
+    gradients: &Gradients,
+    scratch: &Scratch,
+) {
+    let into = Into::new(device, desc, tensors, gradients, scratch);
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
         order: None,
-        dim,
-        hidden,
-        sources,
-        gated,
+        dim: desc.dim,
+        hidden: desc.hidden,
+        sources: into.sources,
+        gated: desc.gated,
         x: tensors.x,
-        row_index: rows,
-        offsets: bounds,
-        dh,
+        row_index: tensors.saved.rows,
+        offsets: into.bounds,
+        dh: scratch.dh,
         dw_gate: &dw_gate,
         dw_up: &dw_up,
     };
@@ -447,11 +462,29 @@ struct Into {
     /// What is there are sums in fp64, of a product of each source.
     by_source: bool,
     sources: usize,
+    /// Where the rows of each expert begin, and of each source where there are several.
+    bounds: Buffer,
     /// Room for products of all experts and sources.
     scratch: Buffer,
 }
 
 impl Into {
+    fn new(
+        device: &mut Device,
+        desc: &MoeDesc,
+        tensors: &MoeTensors,
+        gradients: &Gradients,
+        scratch: &Scratch,
+    ) -> Into {
+        let by_source = desc.weight_gradients == Output::F64;
+        let (bounds, sources) = match by_source {
+            true => (write_bounds(device, desc, tensors, scratch), desc.sources),
+            false => (tensors.saved.offsets, 1),
+        };
+        let accumulate = gradients.accumulate;
+        Into { accumulate, by_source, sources, bounds, scratch: scratch.dw }
+    }
+
     /// Gradients of down. What is added to something is written to `scratch` first.
     fn down(&self, device: &mut Device, op: &ExpertsDownWgrad<'_>) {
         if self.stores() {

@@ -14,6 +14,7 @@ use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::moe_here::{
     MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+    MoeUpGradient,
 };
 use crate::slices::{SliceChoices, SumSlices};
 
@@ -153,6 +154,12 @@ impl CudaDevice {
         });
     }
 
+    pub(crate) fn moe_up_gradient(&mut self, op: &MoeUpGradient) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            Call::new(layer, stream, arena, &op.tensors).dw_up(&op.gradients)
+        });
+    }
+
     pub(crate) fn moe_router_backward(&mut self, op: &MoeRouterBackward) {
         self.on_layer(&op.desc, |layer, stream, arena| layer.router_backward(stream, arena, op));
     }
@@ -283,6 +290,9 @@ impl MoeLayer {
         match op.each {
             true => call.each_dx(op.dx)?,
             false => call.rows_to_dx(op.dx)?,
+        }
+        if op.up_later {
+            return Ok(());
         }
         call.dw_up(&op.gradients)
     }

@@ -224,16 +224,17 @@ impl PeerLinks {
             state_at,
             control: PinnedBuffer::new(gpu, CONTROL)?,
         };
-        links.warm_up()?;
+        links.warm_up(&links.own.gpu().stream()?)?;
         Ok(links)
     }
 
     /// Launches every kernel once, alone: a kernel that the driver loads when it is first launched
-    /// would wait for one that waits for it. Leaves mail and state empty.
-    fn warm_up(&self) -> Result<(), CudaError> {
-        let (mail, stream) = (self.own.address(), self.own.gpu().stream()?);
+    /// would wait for one that waits for it. So would a stream's first kernel. Leaves mail and
+    /// state empty; nobody is connected yet.
+    pub(super) fn warm_up(&self, stream: &Stream) -> Result<(), CudaError> {
+        let mail = self.own.address();
         let clear = || {
-            self.state.fill_bytes(&stream, self.state_at, 0)?;
+            self.state.fill_bytes(stream, self.state_at, 0)?;
             // SAFETY: the window is at least as long as its mail, and nobody else has it yet.
             unsafe { stream.fill_at(mail, 0, ROOMS) }
         };
@@ -258,13 +259,13 @@ impl PeerLinks {
         // SAFETY: the parameters are those of the kernels; with no rows, counts and segments they
         // read and write a few words of the mail and the state.
         unsafe {
-            self.move_rows.launch(&stream, once, parameters![links, data])?;
+            self.move_rows.launch(stream, once, parameters![links, data])?;
             let parameters = parameters![links, zeros, spare, len, step];
-            self.exchange_counts.launch(&stream, once, parameters)?;
+            self.exchange_counts.launch(stream, once, parameters)?;
             let parameters = parameters![zeros, len, sources, len, spare, spare];
-            self.return_order.launch(&stream, once, parameters)?;
+            self.return_order.launch(stream, once, parameters)?;
         }
-        self.warm_up_group(&stream)?;
+        self.warm_up_group(stream)?;
         clear()?;
         stream.synchronize()
     }

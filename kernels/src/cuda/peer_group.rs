@@ -348,6 +348,9 @@ impl CudaDevice {
         self.gpu().make_current()?;
         let mut links = PeerLinks::new(&self.compiler, desc)?;
         links.share(&self.arena);
+        if let Some(lane) = &self.token_lane {
+            links.warm_up(lane.stream())?;
+        }
         Ok(links)
     }
 

@@ -49,6 +49,10 @@ impl TokenLane {
         })
     }
 
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Whether everything enqueued is done. Does not wait.
     pub(super) fn is_idle(&self) -> Result<bool, CudaError> {
         self.stream.is_idle()
@@ -70,7 +74,7 @@ impl CudaDevice {
     }
 
     /// Whether what is enqueued now is a flight.
-    pub(crate) fn is_in_flight(&self) -> bool {
+    pub fn is_in_flight(&self) -> bool {
         self.token_lane.as_ref().is_some_and(|lane| lane.open)
     }
 

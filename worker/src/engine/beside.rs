@@ -65,30 +65,34 @@ impl Overlap {
     }
 }
 
-/// How tokens travel beside the experts' products, where they do so in chunks, for measurements:
-/// how many blocks move them at most, `16`, and how many multiprocessors products leave free
-/// meanwhile, `16/8`; as many, unless it says so. The same on every rank of a job.
+/// How tokens travel beside the experts' products, for measurements: how many blocks move them at
+/// most, `16`, and how many multiprocessors products leave free meanwhile, `16/8`; as many, unless
+/// it says so. `0`: what travels in one chunk does so between products. The same on every rank of a
+/// job.
 pub const ENV_CHUNKS: &str = "MOEJOB_CHUNKS";
 
-/// Through windows 16 move a third of what 64 do, which products hide; and each takes a
+/// Of several chunks. Through windows 16 fill a link, which products hide; and each takes a
 /// multiprocessor from them.
 const CHUNKED_BLOCKS: u32 = 16;
+/// Of what goes back beside the gradient of up, which takes eight times as long as a link does.
+const ONE_CHUNK_BLOCKS: u32 = 4;
 
 /// What [`ENV_CHUNKS`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Chunked {
-    /// Of NCCL's kernels and of those that use windows.
+    /// Of NCCL's kernels and of those that use windows; none in one chunk that waits.
     pub blocks: u32,
     pub free: usize,
 }
 
 impl Chunked {
-    pub fn said() -> Chunked {
-        Chunked::parse(std::env::var(ENV_CHUNKS).ok().as_deref())
+    pub fn said(chunks: u64) -> Chunked {
+        Chunked::parse(std::env::var(ENV_CHUNKS).ok().as_deref(), chunks)
     }
 
-    fn parse(said: Option<&str>) -> Chunked {
-        let usual = Chunked { blocks: CHUNKED_BLOCKS, free: CHUNKED_BLOCKS as usize };
+    fn parse(said: Option<&str>, chunks: u64) -> Chunked {
+        let blocks = if chunks > 1 { CHUNKED_BLOCKS } else { ONE_CHUNK_BLOCKS };
+        let usual = Chunked { blocks, free: blocks as usize };
         let Some(said) = said.map(str::trim).filter(|said| !said.is_empty()) else { return usual };
         let parts: Result<Vec<u32>, _> = said.split('/').map(str::parse).collect();
         let read = match parts.as_deref() {
@@ -96,7 +100,7 @@ impl Chunked {
             Ok([blocks, free]) => Some(Chunked { blocks: *blocks, free: *free as usize }),
             _ => None,
         };
-        read.filter(|read| read.blocks > 0).unwrap_or_else(|| {
+        read.filter(|read| read.blocks > 0 || chunks == 1).unwrap_or_else(|| {
             tracing::warn!("{ENV_CHUNKS}={said} is not `16` or `16/8`: ignored");
             usual
         })
@@ -180,13 +184,17 @@ mod tests {
     #[test]
     fn what_is_said_of_chunks_is_read() {
         let of = |blocks, free| Chunked { blocks, free };
-        let usual = of(CHUNKED_BLOCKS, CHUNKED_BLOCKS as usize);
-        assert_eq!(Chunked::parse(None), usual);
-        for said in [" ", "0", "off", "8/", "8/-1", "1/2/3", "4294967296"] {
-            assert_eq!(Chunked::parse(Some(said)), usual, "{said:?}");
+        for (chunks, blocks) in [(1, ONE_CHUNK_BLOCKS), (2, CHUNKED_BLOCKS)] {
+            let usual = of(blocks, blocks as usize);
+            let parse = |said| Chunked::parse(said, chunks);
+            assert_eq!(parse(None), usual);
+            for said in [" ", "off", "8/", "8/-1", "1/2/3", "4294967296"] {
+                assert_eq!(parse(Some(said)), usual, "{said:?}");
+            }
+            assert_eq!(parse(Some("0")), if chunks == 1 { of(0, 0) } else { usual });
+            assert_eq!(parse(Some(" 8 ")), of(8, 8));
+            assert_eq!(parse(Some("32/0")), of(32, 0));
         }
-        assert_eq!(Chunked::parse(Some(" 8 ")), of(8, 8));
-        assert_eq!(Chunked::parse(Some("32/0")), of(32, 0));
     }
 
     #[test]

@@ -176,6 +176,12 @@ impl Links {
         Links { by_need: true, ..self }
     }
 
+    /// Tokens of the own expert group travel through windows, or between processors, which do all
+    /// in the order of GPUs.
+    pub(crate) fn have_windows(&self) -> bool {
+        self.windows.is_some() || matches!(self.way, Way::Host(_))
+    }
+
     /// The same links, by which buckets travel between the parts of a step and not within them.
     pub fn one_by_one(self) -> Links {
         Links { beside: false, ..self }

@@ -176,8 +176,8 @@ impl Engine {
                 groups.sort();
                 groups.dedup();
                 let parcels = model.group.partners();
-                let in_chunks = model.shape.chunks > 1;
-                let ctas_max = in_chunks.then(|| Chunked::said().blocks);
+                let chunks = model.shape.chunks;
+                let ctas_max = (chunks > 1).then(|| Chunked::said(chunks).blocks);
                 let groups = Groups { shared: groups, parcels, ctas_max };
                 let (aside, near) = (aside.as_ref(), model.near(PeerUse::said(), PATIENCE));
                 Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?

@@ -156,9 +156,9 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
-        if shape.chunks > 1 {
-            let flights = LEGS * shape.chunks as usize;
-            device.open_token_lane(flights, Chunked::said().free)?;
+        let beside = Chunked::said(shape.chunks);
+        if shape.expert_parallel > 1 && beside.blocks > 0 {
+            device.open_token_lane(LEGS * shape.chunks as usize, beside.free)?;
         }
         let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);

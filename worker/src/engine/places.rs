@@ -147,12 +147,20 @@ impl Places {
     }
 
     /// Whole weights of all buckets that several ranks hold: of one convoy, or of all.
-    pub(super) fn weights(&self, convoy: Option<usize>, memory: &[Memory<Buffer>]) -> Vec<Shared<'_>> {
+    pub(super) fn weights(
+        &self,
+        convoy: Option<usize>,
+        memory: &[Memory<Buffer>],
+    ) -> Vec<Shared<'_>> {
         self.shared(convoy, |at| self.shapes[at].weight_turn, |at| memory[at].weight)
     }
 
     /// Their gradients.
-    pub(super) fn gradients(&self, convoy: Option<usize>, memory: &[Memory<Buffer>]) -> Vec<Shared<'_>> {
+    pub(super) fn gradients(
+        &self,
+        convoy: Option<usize>,
+        memory: &[Memory<Buffer>],
+    ) -> Vec<Shared<'_>> {
         self.shared(convoy, |at| self.shapes[at].gradient_turn, |at| summed(&memory[at]))
     }
 

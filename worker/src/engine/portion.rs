@@ -167,14 +167,14 @@ impl Portion {
 }
 
 impl Pass<'_> {
-    /// Verbs of a portion: at once, or beside the ops that follow.
+    /// Verbs of a portion: at once, or beside the ops that follow, as all of several chunks are.
     pub(crate) fn depart(
         &mut self,
         portion: &Portion,
-        leg: Leg,
+        (leg, beside): (Leg, bool),
         verbs: impl FnOnce(&mut Self),
     ) {
-        if !portion.flies() {
+        if !(beside || portion.flies()) {
             return verbs(self);
         }
         self.model.device.flight_begins();
@@ -183,8 +183,8 @@ impl Pass<'_> {
     }
 
     /// The ops that follow read what came by these verbs.
-    pub(crate) fn arrive(&mut self, portion: &Portion, leg: Leg) {
-        if portion.flies() {
+    pub(crate) fn arrive(&mut self, portion: &Portion, (leg, beside): (Leg, bool)) {
+        if beside || portion.flies() {
             let device = &mut self.model.device;
             let begun = device.begin_stretch(false);
             device.await_flight(portion.flight(leg));

@@ -21,6 +21,9 @@
 //! beside what the experts compute of another. Gradients of weights are then added up chunk by
 //! chunk.
 //!
+//! In one chunk gradients of tokens go back beside the gradient of up, where they do so through
+//! windows.
+//!
 //! With `combine_each` no sum comes back but the row of each choice, and the token's own rank sums
 //! them up in the order of experts, as a rank does that has all experts.
 //!
@@ -42,7 +45,7 @@ use crate::engine::portion::{Leg, Portion};
 use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
     Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
-    MoeRouterBackward, WireFormat,
+    MoeRouterBackward, MoeUpGradient, WireFormat,
 };
 use moejob_protocol::formats::RowFormat;
 use moejob_protocol::layout::Layout;
@@ -118,8 +121,10 @@ impl Model {
             false => window_rooms(positions, tokens, bytes, top_k) as usize,
         };
         // Beside products every block takes a multiprocessor from them.
-        let most = (self.shape.chunks > 1).then(|| Chunked::said().blocks as usize);
-        Some(Near { ranks, rooms, wanted, most, patience })
+        let chunks = self.shape.chunks;
+        let beside = Chunked::said(chunks).blocks as usize;
+        let most = (chunks > 1).then_some(beside);
+        Some(Near { ranks, rooms, wanted, most, beside, patience })
     }
 }
 
@@ -144,15 +149,15 @@ impl Pass<'_> {
         }
         let (mid, each) = (self.model.buffers.layers[layer].mid, formats.returns_each());
         for portion in &portions {
-            self.arrive(portion, Leg::Out);
+            self.arrive(portion, (Leg::Out, false));
             self.mark("tokens travel", Some(layer));
             self.experts(layer, portion, each);
             self.mark("experts", Some(layer));
             let onto = own.map(|_| [mid, out].map(|all| portion.of_own(all)));
-            self.scatter(portion, (None, onto.filter(|_| !each)));
+            self.scatter(portion, (None, onto.filter(|_| !each)), false);
         }
         for portion in &portions {
-            self.arrive(portion, Leg::Back);
+            self.arrive(portion, (Leg::Back, false));
             if own.is_some() && each {
                 let [base, out] = [mid, out].map(|all| portion.of_own(all));
                 let weights = portion.mine(portion.spread.weights);
@@ -184,6 +189,10 @@ impl Pass<'_> {
         let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
         let portions = self.model.portions(layer, self.round);
         let formats = self.model.shape.formats;
+        // In one chunk gradients of tokens go back beside that of up, for which nobody waits. What
+        // goes by NCCL would want more multiprocessors.
+        let in_one = self.model.shape.chunks == 1 && self.model.group.rails.is_none();
+        let up_later = in_one && self.links.have_windows();
         for portion in &portions {
             let scratch = &portion.scratch;
             if own.is_some() {
@@ -193,14 +202,19 @@ impl Pass<'_> {
             self.gather(portion, Rows { rows: scratch.dout, packed }, None);
         }
         for (at, portion) in portions.iter().enumerate() {
-            self.arrive(portion, Leg::Out);
+            self.arrive(portion, (Leg::Out, false));
             self.mark("gradients travel", Some(layer));
-            self.experts_gradients_here(layer, portion, leaf, at > 0);
+            let before = at > 0;
+            self.experts_gradients_here(layer, portion, leaf, (before, up_later));
             self.mark("experts'", Some(layer));
-            self.scatter(portion, (Some(portion.scratch.ds), None));
+            self.scatter(portion, (Some(portion.scratch.ds), None), up_later);
+            if up_later {
+                self.up_gradient(layer, portion, leaf, before);
+                self.mark("experts' up'", Some(layer));
+            }
         }
         for portion in &portions {
-            self.arrive(portion, Leg::Back);
+            self.arrive(portion, (Leg::Back, up_later));
         }
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(dense)) = (own, leaf.dense) else { return };
@@ -218,13 +232,13 @@ impl Pass<'_> {
     }
 
     /// `scratch.partial` and `scratch.ds` = gradients of a portion's tokens and weights, as far as
-    /// the experts here make them. Theirs are added to those of chunks `before`.
+    /// the experts here make them. Theirs are added to those of chunks `before`, up's maybe later.
     fn experts_gradients_here(
         &mut self,
         layer: usize,
         portion: &Portion,
         leaf: &Leaf,
-        before: bool,
+        (before, up_later): (bool, bool),
     ) {
         let (desc, tensors) = (portion.here.desc, portion.tensors(self.model, layer));
         // The last mixture layer's rows are those that forward left.
@@ -232,7 +246,6 @@ impl Pass<'_> {
         if again && self.model.mixture.last() != Some(&layer) {
             self.model.device.moe_hidden(&MoeHidden { desc, tensors });
         }
-        let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         self.model.device.moe_experts_backward(&MoeExpertsBackward {
             desc,
             tensors,
@@ -240,14 +253,16 @@ impl Pass<'_> {
             dx: portion.scratch.partial,
             each: self.model.shape.formats.returns_each(),
             ds: portion.scratch.ds,
-            gradients: Gradients {
-                router: tensors.weights.router,
-                up: stacks.up,
-                down: stacks.down,
-                accumulate: leaf.accumulate_experts || before,
-                accumulate_router: false,
-            },
+            gradients: gradients_of_experts(leaf, layer, &tensors, before),
+            up_later,
         });
+    }
+
+    /// What [`Pass::experts_gradients_here`] left for later.
+    fn up_gradient(&mut self, layer: usize, portion: &Portion, leaf: &Leaf, before: bool) {
+        let (desc, tensors) = (portion.here.desc, portion.tensors(self.model, layer));
+        let gradients = gradients_of_experts(leaf, layer, &tensors, before);
+        self.model.device.moe_up_gradient(&MoeUpGradient { desc, tensors, gradients });
     }
 
     /// dnorm = the gradient of the own tokens through the router, whose `ds` are here.
@@ -322,21 +337,27 @@ impl Pass<'_> {
     }
 
     fn gather(&mut self, portion: &Portion, of: Rows, weights: Option<Buffer>) {
-        self.depart(portion, Leg::Out, |Pass { model, links, .. }| {
+        self.depart(portion, (Leg::Out, false), |Pass { model, links, .. }| {
             let way = (&model.group, &portion.need);
             links.gather_tokens(&mut model.device, way, of, weights);
         });
     }
 
-    /// What the experts here add, `scratch.partial` and slots, to where its tokens are.
-    fn scatter(&mut self, portion: &Portion, more: (Option<Buffer>, Option<[Buffer; 2]>)) {
+    /// What the experts here add, `scratch.partial` and slots, to where its tokens are; maybe
+    /// beside what follows.
+    fn scatter(
+        &mut self,
+        portion: &Portion,
+        more: (Option<Buffer>, Option<[Buffer; 2]>),
+        beside: bool,
+    ) {
         let (formats, scratch) = (self.model.shape.formats, &portion.scratch);
         let room = if scratch.packed.is_empty() { scratch.dout } else { scratch.packed };
         let packed = packed(RowFormat::Of(formats.sums), formats.written, room);
         let of = Rows { rows: scratch.partial, packed };
         let of_choices = formats.returns_each().then(|| portion.need.of_choices());
         let need = of_choices.as_ref().unwrap_or(&portion.need);
-        self.depart(portion, Leg::Back, |Pass { model, links, .. }| {
+        self.depart(portion, (Leg::Back, beside), |Pass { model, links, .. }| {
             links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
         });
     }
@@ -353,6 +374,23 @@ impl Pass<'_> {
         let (rows, slots) = (portion.mine(scratch.partial), scratch.slots);
         let op = MoeCombine { desc, rows, slots, weights, base, out };
         self.model.device.moe_combine(&op);
+    }
+}
+
+/// Where gradients of the experts here go, and whether they are added to what is there.
+fn gradients_of_experts(
+    leaf: &Leaf,
+    layer: usize,
+    tensors: &MoeTensors,
+    before: bool,
+) -> Gradients {
+    let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
+    Gradients {
+        router: tensors.weights.router,
+        up: stacks.up,
+        down: stacks.down,
+        accumulate: leaf.accumulate_experts || before,
+        accumulate_router: false,
     }
 }
 

@@ -45,6 +45,8 @@ pub(crate) struct Near {
     pub wanted: Use,
     /// Blocks at most, where not as many as are wanted.
     pub most: Option<usize>,
+    /// Blocks at most of what is beside products.
+    pub beside: usize,
     /// How long a kernel waits for a peer.
     pub patience: Duration,
 }
@@ -57,6 +59,8 @@ pub(super) struct Windows {
     /// A kernel was enqueued.
     used: AtomicBool,
     blocks: usize,
+    /// Blocks of what is beside products.
+    beside: usize,
 }
 
 /// What passes windows by one verb.
@@ -191,7 +195,7 @@ impl Windows {
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
-            let blocks = self.blocks_of(need, rows);
+            let blocks = self.blocks_of(cuda, need, rows);
             cuda.gather_rows(links, &GatherRows { need, rows, format, weights, blocks, step });
         }
     }
@@ -206,7 +210,7 @@ impl Windows {
     ) {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
-            let blocks = self.blocks_of(need, rows);
+            let blocks = self.blocks_of(cuda, need, rows);
             cuda.scatter_rows(links, &ScatterRows { need, rows, slots, onto, blocks, step });
         }
     }
@@ -230,9 +234,10 @@ impl Windows {
     }
 
     /// The same on every rank.
-    fn blocks_of(&self, need: &Need, rows: Buffer) -> usize {
+    fn blocks_of(&self, cuda: &CudaDevice, need: &Need, rows: Buffer) -> usize {
         let own = rows.bytes() / need.experts.len() * need.nodes;
-        blocks_for(own, self.blocks)
+        let most = if cuda.is_in_flight() { self.beside } else { self.blocks };
+        blocks_for(own, most)
     }
 
     fn links(&self) -> MutexGuard<'_, Option<PeerLinks>> {
@@ -339,6 +344,7 @@ struct Own {
     desk: Desk,
     position: usize,
     blocks: usize,
+    beside: usize,
 }
 
 impl Own {
@@ -354,12 +360,13 @@ impl Own {
         let desc = PeerDesc { positions, me: position, rooms, patience };
         let links = cuda.peer_links(desc).map_err(|error| chain(&error))?;
         let desk = Desk::open().map_err(|error| format!("no socket for windows: {error}"))?;
-        Ok(Own { links, desk, position, blocks })
+        let beside = near.beside.clamp(1, blocks);
+        Ok(Own { links, desk, position, blocks, beside })
     }
 
     /// Opens the others' windows.
     fn connect(self, seats: &[Seat], lookout: &Lookout) -> Result<Arc<Windows>, String> {
-        let Own { mut links, desk, position, blocks } = self;
+        let Own { mut links, desk, position, blocks, beside } = self;
         let files = links.export().map_err(|error| chain(&error))?;
         let over = || lookout.look().is_err();
         let all = desk.exchange(position, seats, &files, &over);
@@ -368,7 +375,7 @@ impl Own {
             links.connect(from, files).map_err(|error| chain(&error))?;
         }
         let links = Mutex::new(Some(links));
-        Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks }))
+        Ok(Arc::new(Windows { links, used: AtomicBool::new(false), blocks, beside }))
     }
 }
 
@@ -457,8 +464,8 @@ mod tests {
                         // One of the ranks wants none in any case.
                         let wanted = if comm.rank() == 3 { Use::Off } else { wanted };
                         let ranks = vec![first, first + 1];
-                        let (rooms, most, patience) = (1 << 20, None, PATIENCE);
-                        let near = Near { ranks, rooms, wanted, most, patience };
+                        let (rooms, most, beside, patience) = (1 << 20, None, 8, PATIENCE);
+                        let near = Near { ranks, rooms, wanted, most, beside, patience };
                         let opened = Windows::open(&mut comm, &device, &near);
                         assert!(opened.expect("all are here").is_none());
                         assert_eq!(comm.collective(), 1);
