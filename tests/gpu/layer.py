@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 FORWARD = ["router", "tokens travel", "experts", "sums travel"]
-BACKWARD = ["gradients travel", "experts'", "gradients travel back", "router'"]
+BACKWARD = ["gradients travel", "experts'", "experts' up'", "gradients travel back", "router'"]
 # Experts of a token, width, width of an expert.
 SHAPES = {
     "olmoe-1b-7b": (8, 2048, 1024),

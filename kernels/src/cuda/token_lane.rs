@@ -1,5 +1,5 @@
-//! The lane of an expert group's tokens, where they travel in chunks: a second stream in which ops
-//! and verbs are enqueued as in that of all ops.
+//! The lane of an expert group's tokens, where they travel beside the ops, in chunks or backward: a
+//! second stream in which ops and verbs are enqueued as in that of all ops.
 //!
 //! ```text
 //! ops     | copies |        wait 0 | experts 0 |  wait 1 | experts 1 | wait 2, 3 | router ..
