@@ -197,6 +197,8 @@ def main():
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--fault", default="KILL")
     parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
+    parser.add_argument("--spares", action="store_true",
+                        help="the oldest is never hit: does its memory grow?")
     parser.add_argument("--profile", default="gpu", help="cpu: to try this script")
     parser.add_argument("--log", help="where the job's log goes; MOEJOB_LOG says how much")
     parser.add_argument("--seconds", type=float, default=200)
@@ -282,6 +284,7 @@ def main():
             engines = processes("engine", run.pid)
             workers = processes("worker", run.pid)
             targets = engines if args.whom == "engine" else workers
+            targets = targets[1:] if args.spares else targets
             everybody = [run.pid, *workers, *engines]
             settled.append((sum(map(int, memory_of_gpus())), proportional(everybody)))
             attempt, seen = newest()["attempt"], len(events.read())
@@ -348,7 +351,7 @@ def main():
             gpus, hosts = zip(*settled[3:])
             print(f"settled, from the third recovery on: GPUs {min(gpus)} to {max(gpus)} MiB "
                   f"({spread(gpus):.2%} apart), processes {min(hosts):.3f} to {max(hosts):.3f} GiB "
-                  f"({spread(hosts):.2%}): {[round(host, 3) for host in hosts]}")
+                  f"({spread(hosts):.2%}): {', '.join(f'{host:.3f}' for host in hosts)}")
         rows = steps.read()
         whole = [row for row in rows if row.get("stalls", {}).get("snapshot")]
         print("snapshots:", [round_(row["stalls"]["snapshot"]) for row in whole[:12]], "s")
