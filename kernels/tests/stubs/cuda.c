@@ -15,10 +15,19 @@ static int number(const char *name, int otherwise) {
     return text ? atoi(text) : otherwise;
 }
 static void *handle(void) { return malloc(1); }
+/* A page before it says how long it is. */
+enum { PAGE = 4096 };
 static void *memory(size_t bytes) {
-    void *at = mmap(0, bytes ? bytes : 1, PROT_READ | PROT_WRITE,
+    char *at = mmap(0, PAGE + bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return at == MAP_FAILED ? 0 : at;
+    if (at == MAP_FAILED) return 0;
+    *(size_t *)at = bytes;
+    return at + PAGE;
+}
+/* What is used behind this faults. */
+static void give_back(void *at) {
+    char *from = (char *)at - PAGE;
+    if (at) munmap(from, PAGE + *(size_t *)from);
 }
 
 
@@ -171,7 +180,22 @@ int cuGraphLaunch(struct graph *graph, void *stream) {
 int cuStreamSynchronize(void *stream) { return outside(); }
 int cuStreamQuery(void *stream) { return outside(); }
 int cuCtxSynchronize(void) { return outside(); }
-int cuMemFree_v2(address at) { return outside(); }
+int cuMemFree_v2(address at) {
+    give_back((void *)at);
+    return outside();
+}
+int cuMemFreeHost(void *at) {
+    give_back(at);
+    return 0;
+}
+int cuMemAddressFree(address at, size_t n) {
+    give_back((void *)at);
+    return 0;
+}
+int cuMemRelease(address made) {
+    if (made > 1) close(made);
+    return 0;
+}
 int cuEventCreate(void **event, unsigned flags) { *event = handle(); return 0; }
 int cuEventElapsedTime(float *milliseconds, void *a, void *b) {
     *milliseconds = number("STUB_EVENT_MICROSECONDS", 250) / 1e3;

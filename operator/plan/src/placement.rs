@@ -305,14 +305,27 @@ impl<'a> Placer<'a> {
             Offload::Host => (0, self.offloaded(owned, mesh.rounds(job.micro_batches()))),
         };
         let [weights, gradients] = self.dense_kept(mesh);
+        let types = Types::buckets(training, mesh.rounds(job.micro_batches()));
+        let gradients = match types.exact {
+            // Sums in fp64; of experts beside them those of the own chunk in fp32 alone.
+            true => (gradients + local) * 8 + (gradients + local.div_ceil(mesh.edp().into())) * 4,
+            false => (gradients + local) * 4,
+        };
+        let formats = training.compute.formats(types.element, slices.per_token);
+        let back = match mesh.ep > 1 && formats.returns_each() {
+            true => tokens * u64::from(mesh.ep) * formats.token_bytes(dim)[1],
+            false => 0,
+        };
         let parts = vec![
             Part { name: "weights", bytes: (weights + local) * wire },
-            Part { name: "gradients", bytes: (gradients + local) * 4 },
+            Part { name: "gradients", bytes: gradients },
             Part { name: "masters and moments", bytes: state },
             Part { name: "activations", bytes: tokens * of_token * wire },
             Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
             Part { name: "routed rows", bytes: routed * row_bytes },
+            Part { name: "rows that come back", bytes: back },
         ];
+        let parts: Vec<Part> = parts.into_iter().filter(|part| part.bytes > 0).collect();
         let balanced: u64 = parts.iter().map(|part| part.bytes).sum();
         let most = worst.saturating_sub(routed);
         let extra = ((routed as f64 * (model.experts.routed_headroom - 1.0)) as u64).min(most);
