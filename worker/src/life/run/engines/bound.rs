@@ -20,6 +20,11 @@ const TICKS_A_LOOK: u64 = 20;
 /// Threads that compute or copy for an engine on a GPU: what moves state through pinned memory.
 const GPU_THREADS: usize = 8;
 const ENV_HCA: &str = "NCCL_IB_HCA";
+/// Heaps of the C library. NCCL has new threads for each communicator, and a new thread takes a
+/// heap of its own while there are few. So an engine that outlives others grew by 15 MiB with each
+/// of its first 20 recoveries, and with two heaps by 6 (links_h200x2_2026-11-22.md).
+const ENV_HEAPS: &str = "MALLOC_ARENA_MAX";
+const HEAPS: u32 = 2;
 
 /// Something to tell the leader, once: a reason in CamelCase, and for a person.
 pub(super) type Warning = (&'static str, String);
@@ -167,7 +172,11 @@ impl Bound {
         let hcas = self.hcas.as_ref().map(|list| (ENV_HCA, list.clone()));
         let gpu = self.of.is_some_and(|of| of.gpu);
         let opens = gpu.then(|| (ENV_OPENS_GPU, "1".to_string()));
-        cpus.into_iter().chain(hcas).chain(opens).chain(self.topology.clone()).collect()
+        // Not what a person has said.
+        let unsaid = std::env::var_os(ENV_HEAPS).is_none();
+        let heaps = (gpu && unsaid).then(|| (ENV_HEAPS, HEAPS.to_string()));
+        let more = hcas.into_iter().chain(opens).chain(heaps);
+        cpus.into_iter().chain(more).chain(self.topology.clone()).collect()
     }
 
     pub fn take_warnings(&mut self) -> Vec<Warning> {
