@@ -1,0 +1,138 @@
+//! A job on two GPUs of one worker loses the same engine again and again. Driver and NCCL are
+//! stubs, which take no memory for themselves: the engine that stays keeps to its own.
+
+#[path = "../../kernels/tests/stubs/mod.rs"]
+mod stubs;
+
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use stubs::Stubs;
+use stubs::cudarc::Cudarc;
+
+const JOB: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: lost }
+spec:
+  nodes: { profile: gpu, devicesPerNode: 2 }
+  model:
+    hiddenSize: 64
+    numHiddenLayers: 2
+    numAttentionHeads: 2
+    experts: { count: 8, perToken: 2, intermediateSize: 64 }
+  data:
+    train: { text: { paths: ["words.txt"] } }
+    tokenizer: bytes
+    sequenceLength: 32
+    validation: { fraction: 0 }
+  training: { steps: 1000000, globalBatchSize: 8, microBatchSize: 2, precision: fp32 }
+  parallelism: { expert: 2, exchange: flat }
+  checkpoint: { everySteps: 1000000 }
+  recovery: { memoryEverySteps: 10, maxRestarts: 1000 }
+"#;
+
+/// Recoveries, and those after which memory is compared.
+const LOSSES: usize = 24;
+const SETTLED: usize = 4;
+/// Readings were the same to a MiB; a fifth of one for each recovery is found.
+const READINGS_APART: u64 = 4 << 20;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Ends with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Its workers end with it, and their engines with them.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Processes that `pid` has started.
+fn children(pid: u32) -> Vec<u32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let of = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("children"));
+    let all = threads.flatten().filter_map(|thread| of(thread).ok()).collect::<String>();
+    all.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+/// Bytes that are of no file, as the system counts them.
+fn own_memory(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("Linux tells it");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+}
+
+/// The newest attempt with a line of steps, and how many steps it has.
+fn newest(metrics: &Path) -> (u64, usize) {
+    let text = std::fs::read_to_string(metrics).unwrap_or_default();
+    let rows = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let attempts: Vec<u64> = rows.filter_map(|row| row["attempt"].as_u64()).collect();
+    let last = attempts.last().copied().unwrap_or(0);
+    (last, attempts.iter().rev().take_while(|attempt| **attempt == last).count())
+}
+
+/// Waits until so many steps of an attempt behind `before` are over, and says which it is.
+fn trains(run: &mut Running, metrics: &Path, before: u64) -> u64 {
+    let began = Instant::now();
+    loop {
+        let (attempt, steps) = newest(metrics);
+        if attempt > before && steps >= 12 {
+            return attempt;
+        }
+        assert!(run.0.try_wait().expect("a child").is_none(), "the job has ended");
+        assert!(began.elapsed() < PATIENCE, "no step behind attempt {before}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn an_engine_that_stays_keeps_its_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("stubs");
+    std::fs::create_dir_all(&made).unwrap();
+    let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
+    stubs::nccl(&libraries, 22_809);
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    write("words.txt", &"expert router token shard ".repeat(400));
+    write("job.yaml", JOB);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
+    command
+        .args(["run", "job.yaml"])
+        .current_dir(folder.path())
+        .env("LD_LIBRARY_PATH", &libraries)
+        .env("MOEJOB_CUBIN_CACHE", folder.path().join("cubins"))
+        .env("MOEJOB_PEER", "off")
+        .env("STUB_GPUS", "2")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL", "MOEJOB_OVERLAP"] {
+        command.env_remove(other);
+    }
+    let mut run = Running(command.spawn().expect("the program"));
+    let metrics = folder.path().join("runs/lost/metrics.jsonl");
+    let mut attempt = trains(&mut run, &metrics, 0);
+    let [worker] = children(run.0.id())[..] else { panic!("one worker") };
+    let [elder, mut younger] = children(worker)[..] else { panic!("two engines") };
+    let mut readings = Vec::new();
+    for loss in 0..LOSSES {
+        let killed = Command::new("kill").args(["-9", &younger.to_string()]).status();
+        assert!(killed.is_ok_and(|status| status.success()), "engine {younger}");
+        attempt = trains(&mut run, &metrics, attempt);
+        let engines = children(worker);
+        assert!(engines.contains(&elder), "loss {loss}: the other engine was replaced, too");
+        let new = engines.iter().copied().find(|pid| ![elder, younger].contains(pid));
+        younger = new.expect("another engine in the place of the one that was lost");
+        readings.push(own_memory(elder));
+    }
+    // What lies lowest among some readings, and in the end.
+    let least = |of: &[u64]| of.iter().copied().min().expect("readings");
+    let before = least(&readings[SETTLED..SETTLED + 6]);
+    let after = least(&readings[LOSSES - 6..]);
+    let mib: Vec<u64> = readings.iter().map(|bytes| bytes >> 20).collect();
+    assert!(after < before + READINGS_APART, "an engine that stays grows, MiB: {mib:?}");
+    println!("an engine that stays has, MiB: {mib:?}");
+}
