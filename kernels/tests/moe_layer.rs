@@ -49,6 +49,17 @@ where
     values.iter().map(|x| f64::from(*x)).collect()
 }
 
+/// Gradients of `experts` whose matrices follow each other.
+fn gradients(
+    experts: usize,
+    router: Buffer,
+    [up, down]: [Buffer; 2],
+    accumulate: bool,
+) -> Gradients {
+    let [up, down] = [up, down].map(|buffer| Stacked::dense(buffer, experts));
+    Gradients { router, up, down, accumulate, accumulate_router: accumulate }
+}
+
 /// Forward and backward of `desc` on `device`, its outputs against float64.
 fn check(name: &str, device: &mut Device, desc: MoeDesc, accumulate: bool) {
     check_scaled(name, device, desc, accumulate, None);
@@ -80,13 +91,7 @@ fn check_scaled(
     assert!(plan.bytes() <= ARENA_BYTES, "{name} needs {} bytes", plan.bytes());
     let dense = |buffer| Stacked::dense(buffer, experts);
     let weights = Weights { router, bias: None, up: dense(up), down: dense(down) };
-    let gradients = Gradients {
-        router: dw_router,
-        up: dense(dw_up),
-        down: dense(dw_down),
-        accumulate,
-        accumulate_router: accumulate,
-    };
+    let gradients = gradients(experts, dw_router, [dw_up, dw_down], accumulate);
     let factor = f64::from(scale.unwrap_or(1.0));
     // Everything that is not an input starts as NaN and as an index out of any bounds.
     let poison = vec![0xff_u8; plan.bytes()];
@@ -210,13 +215,7 @@ fn gradients_of(
     let [dw_up, dw_down] = [up, down].map(|of| plan.alloc(DType::F64, of.len()));
     let dense = |buffer| Stacked::dense(buffer, experts);
     let weights = Weights { router, bias: None, up: dense(up), down: dense(down) };
-    let gradients = Gradients {
-        router: dw_router,
-        up: dense(dw_up),
-        down: dense(dw_down),
-        accumulate: false,
-        accumulate_router: false,
-    };
+    let gradients = gradients(experts, dw_router, [dw_up, dw_down], false);
     let own = |values: &[bf16]| doubles(&values[first * dim..(first + count) * dim]);
     for (buffer, values) in [
         (x, own(&inputs.x)),

@@ -1,14 +1,12 @@
 //! A job on four GPUs of two workers that exchanges along rails, where driver and NCCL are stubs:
 //! who sends to whom.
 
-#[path = "../../kernels/tests/stubs/mod.rs"]
-mod stubs;
+mod stubbed;
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::process::Command;
-use stubs::cudarc::Cudarc;
-use stubs::Stubs;
+use stubbed::Stubbed;
 
 /// A gang whose messages go nowhere, and which writes down whose they are. Ranks are engines, so
 /// each has a process of its own. A communicator that is split off is that of a node.
@@ -50,23 +48,8 @@ int ncclAllGather(void *from, void *to, size_t count, int type, void *comm, void
 }
 "#;
 
-const JOB: &str = r#"
-apiVersion: moejob.dev/v1alpha1
-kind: MoeJob
-metadata: { name: rails }
-spec:
-  nodes: { profile: gpu, devicesPerNode: 2, min: 2 }
-  model:
-    hiddenSize: 64
-    numHiddenLayers: 2
-    numAttentionHeads: 2
-    experts: { count: 8, perToken: 2, intermediateSize: 64 }
-  data:
-    train: { text: { paths: ["words.txt"] } }
-    tokenizer: bytes
-    sequenceLength: 32
-    validation: { fraction: 0 }
-  training: { steps: 4, globalBatchSize: 8, microBatchSize: 2 }
+/// Its training, and how it is laid out.
+const REST: &str = r#"  training: { steps: 4, globalBatchSize: 8, microBatchSize: 2 }
   parallelism: { expert: 4, exchange: EXCHANGE }
 "#;
 
@@ -78,30 +61,17 @@ type Told = BTreeMap<String, (String, u64)>;
 
 /// And what `plan` expects of them.
 fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
-    let folder = tempfile::tempdir().unwrap();
-    let made = folder.path().join("stubs");
-    std::fs::create_dir_all(&made).unwrap();
-    let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
-    stubs::nccl_of(NCCL, &libraries, 22_809);
-    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
-    write("words.txt", "expert router token shard ".repeat(400));
-    write("job.yaml", JOB.replace("EXCHANGE", exchange));
-    let told = folder.path().join("calls");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
-    command
-        .args(["run", "job.yaml", "--workers", "2"])
-        .current_dir(folder.path())
-        .env("LD_LIBRARY_PATH", &libraries)
-        .env("MOEJOB_CUBIN_CACHE", folder.path().join("cubins"))
+    let rest = REST.replace("EXCHANGE", exchange);
+    let place = Stubbed::new(Some(NCCL), "rails", ", min: 2", 2, &rest);
+    let told = place.path().join("calls");
+    let ran = place
+        .command(4, &["run", "job.yaml", "--workers", "2"])
         // The rest then has the communicator of all ranks.
         .env("MOEJOB_OVERLAP", "off")
         .env("MOEJOB_PEER", windows)
-        .env("STUB_GPUS", "4")
-        .env("STUB_NCCL", &told);
-    for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL"] {
-        command.env_remove(other);
-    }
-    let ran = command.output().unwrap();
+        .env("STUB_NCCL", &told)
+        .output()
+        .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
     let mut calls = Calls::new();
@@ -111,7 +81,7 @@ fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
         let call = (rank.parse().unwrap(), what.to_string(), with.parse().unwrap());
         *calls.entry(call).or_default() += 1;
     }
-    let metrics = std::fs::read_to_string(folder.path().join("runs/rails/metrics.jsonl")).unwrap();
+    let metrics = std::fs::read_to_string(place.path().join("runs/rails/metrics.jsonl")).unwrap();
     let lines: Vec<Value> =
         metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let reports: Vec<&Value> = lines.iter().filter_map(|line| line.get("communication")).collect();
@@ -123,7 +93,7 @@ fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
     assert!((took - 4.0 * 0.00025).abs() < 1e-9, "{report}");
     let words = ["plan", "job.yaml", "-o", "json"];
     let mut plan = Command::new(env!("CARGO_BIN_EXE_moejob"));
-    let plan = plan.args(words).current_dir(folder.path()).output().unwrap();
+    let plan = plan.args(words).current_dir(place.path()).output().unwrap();
     let plan: Value = serde_json::from_slice(&plan.stdout).unwrap();
     let of = |name: &str, of: &Value| {
         let (link, bytes) = (of["link"].as_str().unwrap(), of["bytes"].as_u64().unwrap());

@@ -1,32 +1,16 @@
 //! A job on two GPUs of one worker loses the same engine again and again. Driver and NCCL are
 //! stubs, which take no memory for themselves: the engine that stays keeps to its own.
 
-#[path = "../../kernels/tests/stubs/mod.rs"]
-mod stubs;
+mod stubbed;
 
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use stubs::Stubs;
-use stubs::cudarc::Cudarc;
+use stubbed::Stubbed;
 
-const JOB: &str = r#"
-apiVersion: moejob.dev/v1alpha1
-kind: MoeJob
-metadata: { name: lost }
-spec:
-  nodes: { profile: gpu, devicesPerNode: 2 }
-  model:
-    hiddenSize: 64
-    numHiddenLayers: 2
-    numAttentionHeads: 2
-    experts: { count: 8, perToken: 2, intermediateSize: 64 }
-  data:
-    train: { text: { paths: ["words.txt"] } }
-    tokenizer: bytes
-    sequenceLength: 32
-    validation: { fraction: 0 }
+/// Its training, and how it recovers.
+const REST: &str = r#"
   training: { steps: 1000000, globalBatchSize: 8, microBatchSize: 2, precision: fp32 }
   parallelism: { expert: 2, exchange: flat }
   checkpoint: { everySteps: 1000000 }
@@ -91,29 +75,11 @@ fn trains(run: &mut Running, metrics: &Path, before: u64) -> u64 {
 
 #[test]
 fn an_engine_that_stays_keeps_its_memory() {
-    let folder = tempfile::tempdir().unwrap();
-    let made = folder.path().join("stubs");
-    std::fs::create_dir_all(&made).unwrap();
-    let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
-    stubs::nccl(&libraries, 22_809);
-    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
-    write("words.txt", &"expert router token shard ".repeat(400));
-    write("job.yaml", JOB);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
-    command
-        .args(["run", "job.yaml"])
-        .current_dir(folder.path())
-        .env("LD_LIBRARY_PATH", &libraries)
-        .env("MOEJOB_CUBIN_CACHE", folder.path().join("cubins"))
-        .env("MOEJOB_PEER", "off")
-        .env("STUB_GPUS", "2")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL", "MOEJOB_OVERLAP"] {
-        command.env_remove(other);
-    }
+    let place = Stubbed::new(None, "lost", "", 2, REST);
+    let mut command = place.command(2, &["run", "job.yaml"]);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut run = Running(command.spawn().expect("the program"));
-    let metrics = folder.path().join("runs/lost/metrics.jsonl");
+    let metrics = place.path().join("runs/lost/metrics.jsonl");
     let mut attempt = trains(&mut run, &metrics, 0);
     let [worker] = children(run.0.id())[..] else { panic!("one worker") };
     let [elder, mut younger] = children(worker)[..] else { panic!("two engines") };

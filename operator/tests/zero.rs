@@ -1,14 +1,11 @@
 //! A job on two GPUs of one worker in each stage of ZeRO, where driver and NCCL are stubs: how
 //! often gradients are summed and weights gathered, in which lane, and what is planned for it.
 
-#[path = "../../kernels/tests/stubs/mod.rs"]
-mod stubs;
+mod stubbed;
 
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::process::Command;
-use stubs::Stubs;
-use stubs::cudarc::Cudarc;
+use stubbed::Stubbed;
 
 /// A gang whose messages go nowhere, and which writes down what they were. Ranks are engines, so
 /// each has a process of its own. A communicator that is split off is that of the lane.
@@ -47,23 +44,8 @@ int ncclReduceScatter(void *from, void *to, size_t n, int type, int op, void *co
 }
 "#;
 
-const JOB: &str = r#"
-apiVersion: moejob.dev/v1alpha1
-kind: MoeJob
-metadata: { name: zero }
-spec:
-  nodes: { profile: gpu, devicesPerNode: 2 }
-  model:
-    hiddenSize: 64
-    numHiddenLayers: 4
-    numAttentionHeads: 2
-    experts: { count: 8, perToken: 2, intermediateSize: 64 }
-  data:
-    train: { text: { paths: ["words.txt"] } }
-    tokenizer: bytes
-    sequenceLength: 32
-    validation: { fraction: 0 }
-  training: { steps: 4, globalBatchSize: 8, microBatchSize: 2 }
+/// Its training, and how it is laid out.
+const REST: &str = r#"  training: { steps: 4, globalBatchSize: 8, microBatchSize: 2 }
   parallelism: { expert: 2, exchange: flat, zero: STAGE }
 "#;
 
@@ -86,29 +68,12 @@ fn verbs<'a>(all: impl Iterator<Item = (&'a str, &'a Value)>) -> Verbs {
 }
 
 fn run(stage: u32, overlap: Option<&str>) -> Ran {
-    let folder = tempfile::tempdir().unwrap();
-    let made = folder.path().join("stubs");
-    std::fs::create_dir_all(&made).unwrap();
-    let libraries = Stubs::make(&Cudarc::find(), &[12_080], &made).folder("12080", [12_080; 3]);
-    stubs::nccl_of(NCCL, &libraries, 22_809);
-    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
-    write("words.txt", "expert router token shard ".repeat(400));
-    write("job.yaml", JOB.replace("STAGE", &stage.to_string()));
-    let calls = folder.path().join("calls");
+    let rest = REST.replace("STAGE", &stage.to_string());
+    let place = Stubbed::new(Some(NCCL), "zero", "", 4, &rest);
+    let calls = place.path().join("calls");
     let command = |words: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_moejob"));
-        command
-            .args(words)
-            .current_dir(folder.path())
-            .env("LD_LIBRARY_PATH", &libraries)
-            .env("MOEJOB_CUBIN_CACHE", folder.path().join("cubins"))
-            .env("MOEJOB_PEER", "off")
-            .env("STUB_GPUS", "2")
-            .env("STUB_NCCL", &calls);
-        for other in ["CUDA_VISIBLE_DEVICES", "MOEJOB_CUDA_ARCH", "MOEJOB_NCCL", "MOEJOB_OVERLAP"]
-        {
-            command.env_remove(other);
-        }
+        let mut command = place.command(2, words);
+        command.env("STUB_NCCL", &calls);
         command
     };
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -121,7 +86,7 @@ fn run(stage: u32, overlap: Option<&str>) -> Ran {
         let ["0", what, lane] = words[..] else { continue };
         *of_rank_0.entry((what.to_string(), lane.parse().unwrap())).or_default() += 1;
     }
-    let metrics = std::fs::read_to_string(folder.path().join("runs/zero/metrics.jsonl")).unwrap();
+    let metrics = std::fs::read_to_string(place.path().join("runs/zero/metrics.jsonl")).unwrap();
     let lines: Vec<Value> =
         metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let report = lines.iter().find_map(|line| line.get("communication")).expect("a report");

@@ -1,10 +1,10 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::convert::AddUp;
 use crate::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked,
 };
-use crate::convert::AddUp;
 use crate::device::Device;
 use crate::elementwise::Add;
 use crate::experts::{
@@ -47,9 +47,9 @@ impl Scratch {
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
-        // Of each source where they are added up in fp64.
-        let dw = alloc(desc.sources * desc.experts * desc.width() * desc.dim);
-        let bounds = backward.alloc(DType::U32, desc.sources * desc.experts + 1);
+        let parts = desc.sources_apart() * desc.experts;
+        let dw = alloc(parts * desc.width() * desc.dim);
+        let bounds = backward.alloc(DType::U32, parts + 1);
         let bytes = forward.bytes().max(backward.bytes());
         Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw, bounds }
     }
@@ -110,12 +110,7 @@ fn check(desc: &MoeDesc) -> Result<(), Refusal> {
     if desc.activation == MoeActivation::Gelu {
         return Err(Refusal::Activation { found: desc.activation });
     }
-    let fits = match desc.weight_gradients {
-        Output::Element => true,
-        Output::F32 => false,
-        Output::F64 => desc.element == DType::F32,
-    };
-    if !fits {
+    if desc.weight_gradients == Output::F32 {
         let (found, element) = (desc.weight_gradients, desc.element);
         let reason = "on a CPU they are elements, or sums in fp64 of fp32";
         return Err(Refusal::Output { found, element, reason });
@@ -359,7 +354,10 @@ fn expert_gradients(
     scratch: &Scratch,
 ) {
     let MoeDesc { dim, hidden, gated, .. } = *desc;
-    let into = Into::new(device, desc, tensors, gradients, scratch);
+    let into = Into::new(desc, tensors, gradients, scratch);
+    if into.by_source {
+        write_bounds(device, desc, tensors, scratch.bounds);
+    }
     let dw_down = ExpertsDownWgrad {
         order: None,
         dim,
@@ -386,7 +384,7 @@ fn expert_gradients(
     });
 }
 
-/// The gradient of up, behind [`expert_gradients`].
+/// The gradient of up, behind [`expert_gradients`], whose bounds it reads.
 fn gradients_of_up(
     device: &mut Device,
     desc: &MoeDesc,
@@ -394,7 +392,7 @@ fn gradients_of_up(
     gradients: &Gradients,
     scratch: &Scratch,
 ) {
-    let into = Into::new(device, desc, tensors, gradients, scratch);
+    let into = Into::new(desc, tensors, gradients, scratch);
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
         order: None,
@@ -412,13 +410,8 @@ fn gradients_of_up(
     into.up(device, &dw_up);
 }
 
-/// U32 [E * S + 1]: where the rows of each expert and source begin. An expert's ascend by token.
-fn write_bounds(
-    device: &mut Device,
-    desc: &MoeDesc,
-    tensors: &MoeTensors,
-    scratch: &Scratch,
-) -> Buffer {
+/// To U32 [E * S + 1]: where the rows of each expert and source begin. An expert's ascend by token.
+fn write_bounds(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors, to: Buffer) {
     let offsets: Vec<u32> = device.read_vec(tensors.saved.offsets);
     let rows: Vec<u32> = device.read_vec(tensors.saved.rows);
     let each = (desc.tokens / desc.sources) as u32;
@@ -432,8 +425,7 @@ fn write_bounds(
         bounds.extend(begins.map(|begin| begin as u32));
     }
     bounds.extend(offsets.last());
-    device.write(scratch.bounds, &bounds);
-    scratch.bounds
+    device.write(to, &bounds);
 }
 
 fn router_gradient(
@@ -470,19 +462,19 @@ struct Into {
 
 impl Into {
     fn new(
-        device: &mut Device,
         desc: &MoeDesc,
         tensors: &MoeTensors,
         gradients: &Gradients,
         scratch: &Scratch,
     ) -> Into {
         let by_source = desc.weight_gradients == Output::F64;
-        let (bounds, sources) = match by_source {
-            true => (write_bounds(device, desc, tensors, scratch), desc.sources),
-            false => (tensors.saved.offsets, 1),
-        };
-        let accumulate = gradients.accumulate;
-        Into { accumulate, by_source, sources, bounds, scratch: scratch.dw }
+        Into {
+            accumulate: gradients.accumulate,
+            by_source,
+            sources: desc.sources_apart(),
+            bounds: if by_source { scratch.bounds } else { tensors.saved.offsets },
+            scratch: scratch.dw,
+        }
     }
 
     /// Gradients of down. What is added to something is written to `scratch` first.

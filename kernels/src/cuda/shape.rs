@@ -137,10 +137,6 @@ impl MoeDesc {
             let devices = "layers on a GPU are in bf16, fp16 or fp32";
             return Err(Refusal::Element { found: self.element, devices });
         }
-        if self.weight_gradients == Output::F64 && self.element != DType::F32 {
-            let (found, element) = (self.weight_gradients, self.element);
-            return Err(Refusal::Output { found, element, reason: "sums in fp64 are of fp32" });
-        }
         range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
         range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
         range("segments", self.segments, 1, Self::SEGMENTS_MAX)?;
@@ -163,6 +159,14 @@ impl MoeDesc {
         }
     }
 
+    /// Runs of tokens whose products are rounded by themselves.
+    pub(crate) const fn sources_apart(&self) -> usize {
+        match self.weight_gradients {
+            Output::F64 => self.sources,
+            Output::Element | Output::F32 => 1,
+        }
+    }
+
     /// What every device asks of a layer.
     pub(crate) fn check_counts(&self) -> Result<(), Refusal> {
         range("experts", self.experts, 1, 1 << 20)?;
@@ -178,6 +182,10 @@ impl MoeDesc {
         if self.sources == 0 || !self.tokens.is_multiple_of(self.sources) {
             let (found, sources) = (self.tokens, self.sources);
             return Err(Refusal::Sources { found, sources });
+        }
+        if self.weight_gradients == Output::F64 && self.element != DType::F32 {
+            let (found, element) = (self.weight_gradients, self.element);
+            return Err(Refusal::Output { found, element, reason: "sums in fp64 are of fp32" });
         }
         self.check_groups()
     }

@@ -259,8 +259,7 @@ impl<'a> Placer<'a> {
     }
 
     /// Moments, and what masters have beyond the weights, of so many elements on the host.
-    fn offloaded(&self, owned: u64, micro_batches: u32) -> Vec<Part> {
-        let types = Types::buckets(&self.job.training, micro_batches);
+    fn offloaded(owned: u64, types: &Types) -> Vec<Part> {
         let masters = match types.masters {
             Masters::Weights => 0,
             Masters::LowBits => Kind::I16.bytes(),
@@ -300,12 +299,12 @@ impl<'a> Placer<'a> {
         let top_k = u64::from(slices.per_token);
         let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(slices.count);
         let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
+        let types = Types::buckets(training, mesh.rounds(job.micro_batches()));
         let (state, offloaded) = match training.compute.offload {
             Offload::None => (owned * 12, Vec::new()),
-            Offload::Host => (0, self.offloaded(owned, mesh.rounds(job.micro_batches()))),
+            Offload::Host => (0, Self::offloaded(owned, &types)),
         };
         let [weights, gradients] = self.dense_kept(mesh);
-        let types = Types::buckets(training, mesh.rounds(job.micro_batches()));
         let gradients = match types.exact {
             // Sums in fp64; of experts beside them those of the own chunk in fp32 alone.
             true => (gradients + local) * 8 + (gradients + local.div_ceil(mesh.edp().into())) * 4,

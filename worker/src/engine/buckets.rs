@@ -23,7 +23,6 @@ use moejob_kernels::{
     AddUp, BucketAdamW, Buffer, Cast, DType, Fill, GradientNumbers, Master, MoveCorrections,
     StepPhase,
 };
-use moejob_protocol::buckets::BucketKind;
 use moejob_protocol::buffers::Bucket as Memory;
 use moejob_protocol::config::AdamW as AdamWConfig;
 
@@ -124,11 +123,11 @@ impl BucketSums {
     /// had a micro-batch, `experts` whether its experts had tokens of anybody.
     fn fill_unwritten(&self, convoy: usize, own: bool, experts: bool, model: &mut Model) {
         for at in self.places.of_convoy(convoy) {
-            let of_experts = matches!(self.places.buckets[at].kind, BucketKind::Experts { .. });
-            if self.places.shapes[at].gradient_turn.is_some() {
+            let shape = &self.places.shapes[at];
+            if shape.gradient_turn.is_some() {
                 continue;
             }
-            if !if of_experts { experts } else { own } {
+            if !if shape.experts { experts } else { own } {
                 model.device.fill_zero(summed(&model.buffers.buckets[at]));
             }
         }

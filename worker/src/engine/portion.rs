@@ -36,6 +36,8 @@ pub(crate) struct Portion {
     /// Of so many.
     at: usize,
     chunks: usize,
+    /// Also of one chunk what goes back does so beside what follows.
+    pub sums_fly: bool,
     /// Where this rank stands in the group.
     me: usize,
     /// Of its tokens of the group, and the experts here.
@@ -97,14 +99,15 @@ impl Model {
             node: rails.map_or(0, |rails| rails.node(self.group.me)),
         };
         let (h, a, me) = (part(fused.h), part(fused.a), self.group.me);
-        Portion { at, chunks, me, here, spread, scratch, h, a, need }
+        let sums_fly = false;
+        Portion { at, chunks, sums_fly, me, here, spread, scratch, h, a, need }
     }
 }
 
 impl Portion {
-    /// It is not all of the round: what it sends is beside the ops.
-    fn flies(&self) -> bool {
-        self.chunks > 1
+    /// What travels is beside the ops: both ways where it is not all of the round.
+    fn flies(&self, leg: Leg) -> bool {
+        self.chunks > 1 || (leg == Leg::Back && self.sums_fly)
     }
 
     fn flight(&self, leg: Leg) -> usize {
@@ -124,7 +127,7 @@ impl Portion {
     /// The layer of this rank's own tokens of the chunk, as far as these are summed up; of all of
     /// them it is `whole`.
     pub fn own_desc(&self, model: &ModelConfig, whole: MoeDesc) -> MoeDesc {
-        if self.flies() {
+        if self.chunks > 1 {
             return self.here.own();
         }
         sums_of_slices(model, &whole).unwrap_or(whole)
@@ -167,14 +170,14 @@ impl Portion {
 }
 
 impl Pass<'_> {
-    /// Verbs of a portion: at once, or beside the ops that follow, as all of several chunks are.
+    /// Verbs of a portion: at once, or beside the ops that follow.
     pub(crate) fn depart(
         &mut self,
         portion: &Portion,
-        (leg, beside): (Leg, bool),
+        leg: Leg,
         verbs: impl FnOnce(&mut Self),
     ) {
-        if !(beside || portion.flies()) {
+        if !portion.flies(leg) {
             return verbs(self);
         }
         self.model.device.flight_begins();
@@ -183,8 +186,8 @@ impl Pass<'_> {
     }
 
     /// The ops that follow read what came by these verbs.
-    pub(crate) fn arrive(&mut self, portion: &Portion, (leg, beside): (Leg, bool)) {
-        if beside || portion.flies() {
+    pub(crate) fn arrive(&mut self, portion: &Portion, leg: Leg) {
+        if portion.flies(leg) {
             let device = &mut self.model.device;
             let begun = device.begin_stretch(false);
             device.await_flight(portion.flight(leg));

@@ -149,15 +149,15 @@ impl Pass<'_> {
         }
         let (mid, each) = (self.model.buffers.layers[layer].mid, formats.returns_each());
         for portion in &portions {
-            self.arrive(portion, (Leg::Out, false));
+            self.arrive(portion, Leg::Out);
             self.mark("tokens travel", Some(layer));
             self.experts(layer, portion, each);
             self.mark("experts", Some(layer));
             let onto = own.map(|_| [mid, out].map(|all| portion.of_own(all)));
-            self.scatter(portion, (None, onto.filter(|_| !each)), false);
+            self.scatter(portion, (None, onto.filter(|_| !each)));
         }
         for portion in &portions {
-            self.arrive(portion, (Leg::Back, false));
+            self.arrive(portion, Leg::Back);
             if own.is_some() && each {
                 let [base, out] = [mid, out].map(|all| portion.of_own(all));
                 let weights = portion.mine(portion.spread.weights);
@@ -187,12 +187,13 @@ impl Pass<'_> {
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
     pub(crate) fn spread_backward(&mut self, layer: usize, own: Option<MoeTensors>, leaf: &Leaf) {
         let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
-        let portions = self.model.portions(layer, self.round);
+        let mut portions = self.model.portions(layer, self.round);
         let formats = self.model.shape.formats;
         // In one chunk gradients of tokens go back beside that of up, for which nobody waits. What
         // goes by NCCL would want more multiprocessors.
         let in_one = self.model.shape.chunks == 1 && self.model.group.rails.is_none();
         let up_later = in_one && self.links.have_windows();
+        portions.iter_mut().for_each(|portion| portion.sums_fly = up_later);
         for portion in &portions {
             let scratch = &portion.scratch;
             if own.is_some() {
@@ -202,19 +203,19 @@ impl Pass<'_> {
             self.gather(portion, Rows { rows: scratch.dout, packed }, None);
         }
         for (at, portion) in portions.iter().enumerate() {
-            self.arrive(portion, (Leg::Out, false));
+            self.arrive(portion, Leg::Out);
             self.mark("gradients travel", Some(layer));
             let before = at > 0;
-            self.experts_gradients_here(layer, portion, leaf, (before, up_later));
+            self.experts_gradients_here(layer, portion, leaf, before);
             self.mark("experts'", Some(layer));
-            self.scatter(portion, (Some(portion.scratch.ds), None), up_later);
+            self.scatter(portion, (Some(portion.scratch.ds), None));
             if up_later {
                 self.up_gradient(layer, portion, leaf, before);
                 self.mark("experts' up'", Some(layer));
             }
         }
         for portion in &portions {
-            self.arrive(portion, (Leg::Back, up_later));
+            self.arrive(portion, Leg::Back);
         }
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(dense)) = (own, leaf.dense) else { return };
@@ -238,7 +239,7 @@ impl Pass<'_> {
         layer: usize,
         portion: &Portion,
         leaf: &Leaf,
-        (before, up_later): (bool, bool),
+        before: bool,
     ) {
         let (desc, tensors) = (portion.here.desc, portion.tensors(self.model, layer));
         // The last mixture layer's rows are those that forward left.
@@ -254,7 +255,7 @@ impl Pass<'_> {
             each: self.model.shape.formats.returns_each(),
             ds: portion.scratch.ds,
             gradients: gradients_of_experts(leaf, layer, &tensors, before),
-            up_later,
+            up_later: portion.sums_fly,
         });
     }
 
@@ -337,27 +338,21 @@ impl Pass<'_> {
     }
 
     fn gather(&mut self, portion: &Portion, of: Rows, weights: Option<Buffer>) {
-        self.depart(portion, (Leg::Out, false), |Pass { model, links, .. }| {
+        self.depart(portion, Leg::Out, |Pass { model, links, .. }| {
             let way = (&model.group, &portion.need);
             links.gather_tokens(&mut model.device, way, of, weights);
         });
     }
 
-    /// What the experts here add, `scratch.partial` and slots, to where its tokens are; maybe
-    /// beside what follows.
-    fn scatter(
-        &mut self,
-        portion: &Portion,
-        more: (Option<Buffer>, Option<[Buffer; 2]>),
-        beside: bool,
-    ) {
+    /// What the experts here add, `scratch.partial` and slots, to where its tokens are.
+    fn scatter(&mut self, portion: &Portion, more: (Option<Buffer>, Option<[Buffer; 2]>)) {
         let (formats, scratch) = (self.model.shape.formats, &portion.scratch);
         let room = if scratch.packed.is_empty() { scratch.dout } else { scratch.packed };
         let packed = packed(RowFormat::Of(formats.sums), formats.written, room);
         let of = Rows { rows: scratch.partial, packed };
         let of_choices = formats.returns_each().then(|| portion.need.of_choices());
         let need = of_choices.as_ref().unwrap_or(&portion.need);
-        self.depart(portion, (Leg::Back, beside), |Pass { model, links, .. }| {
+        self.depart(portion, Leg::Back, |Pass { model, links, .. }| {
             links.scatter_tokens(&mut model.device, (&model.group, need), of, more);
         });
     }
