@@ -81,9 +81,14 @@ impl KernelError {
         matches!(error, CudaError::NoGpu { .. } | CudaError::NotGiven(_))
     }
 
-    /// Something has no room.
-    pub fn is_memory(&self) -> bool {
-        self.lack().is_some()
+    /// See [`CudaError::is_of_process`].
+    pub fn is_of_process(&self) -> bool {
+        match self {
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
+                error.is_of_process()
+            }
+            _ => false,
+        }
     }
 }
 

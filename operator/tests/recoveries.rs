@@ -1,5 +1,7 @@
-//! A job on two GPUs of one worker loses the same engine again and again. Driver and NCCL are
-//! stubs, which take no memory for themselves: the engine that stays keeps to its own.
+//! Jobs on two GPUs of one worker lose engines. Driver and NCCL are stubs.
+//!
+//! They take no memory for themselves: an engine that stays keeps to its own, however often the
+//! other one is lost. And where NCCL refuses behind a loss, snapshots outlive that, too.
 
 mod stubbed;
 
@@ -73,6 +75,65 @@ fn trains(run: &mut Running, metrics: &Path, before: u64) -> u64 {
     }
 }
 
+/// A gang whose messages go nowhere. While the file is there that STUB_REFUSED names, the next one
+/// that is to connect is refused, once.
+const REFUSING: &str = r#"
+#include <stdlib.h>
+#include <unistd.h>
+struct id { char bytes[128]; };
+int ncclGetVersion(int *code) { *code = VERSION; return 0; }
+const char *ncclGetErrorString(int code) { return "unhandled system error"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+int ncclGetUniqueId(struct id *id) { return unlink(getenv("STUB_REFUSED")) ? 0 : 2; }
+int ncclCommInitRankConfig(void **comm, int world, struct id id, int rank, void *config) {
+    *comm = malloc(1);
+    return 0;
+}
+int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
+    *comm = malloc(1);
+    return 0;
+}
+int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
+int ncclCommCount(void *comm, int *count) { *count = 2; return 0; }
+int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
+"#;
+
+fn kill(engine: u32) {
+    let killed = Command::new("kill").args(["-9", &engine.to_string()]).status();
+    assert!(killed.is_ok_and(|status| status.success()), "engine {engine}");
+}
+
+#[test]
+fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
+    let place = Stubbed::new(Some(REFUSING), "lost", "", 2, REST);
+    let refused = place.path().join("refused");
+    let mut command = place.command(2, &["run", "job.yaml"]);
+    command.env("STUB_REFUSED", &refused).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut run = Running(command.spawn().expect("the program"));
+    let runs = place.path().join("runs/lost");
+    let metrics = runs.join("metrics.jsonl");
+    let attempt = trains(&mut run, &metrics, 0);
+    let [worker] = children(run.0.id())[..] else { panic!("one worker") };
+    let [_, younger] = children(worker)[..] else { panic!("two engines") };
+    std::fs::write(&refused, "").expect("a file");
+    kill(younger);
+    trains(&mut run, &metrics, attempt);
+    assert!(!refused.exists(), "nobody was refused");
+    assert_eq!(children(run.0.id()), [worker], "the worker was lost");
+    let text = std::fs::read_to_string(runs.join("events.jsonl")).expect("events");
+    let events: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("an event")).collect();
+    let lost = |event: &&Value| event["event"] == "EngineLost";
+    let losses: Vec<&Value> = events.iter().filter(lost).collect();
+    let [_, refusal] = losses[..] else { panic!("{text}") };
+    assert_eq!((&refusal["reason"], &refusal["rank"]), (&"DeviceFailed".into(), &0.into()));
+    let words = refusal["lastWords"].as_str().expect("its last words");
+    assert!(words.contains("ncclGetUniqueId: unhandled system error (2)"), "{words}");
+    let resumed = events.iter().rfind(|event| event["event"] == "Resumed").expect("it goes on");
+    assert_eq!(resumed["reason"], "Memory", "{resumed}");
+    assert!(resumed["step"].as_u64().is_some_and(|step| step >= 10), "{resumed}");
+}
+
 #[test]
 fn an_engine_that_stays_keeps_its_memory() {
     let place = Stubbed::new(None, "lost", "", 2, REST);
@@ -85,8 +146,7 @@ fn an_engine_that_stays_keeps_its_memory() {
     let [elder, mut younger] = children(worker)[..] else { panic!("two engines") };
     let mut readings = Vec::new();
     for loss in 0..LOSSES {
-        let killed = Command::new("kill").args(["-9", &younger.to_string()]).status();
-        assert!(killed.is_ok_and(|status| status.success()), "engine {younger}");
+        kill(younger);
         attempt = trains(&mut run, &metrics, attempt);
         let engines = children(worker);
         assert!(engines.contains(&elder), "loss {loss}: the other engine was replaced, too");

@@ -10,10 +10,12 @@ Memory of the whole gang is looked at once more before the next fault, when it h
 third recovery on it is to stay the same.
 """
 import argparse
+import collections
 import datetime
 import json
 import os
 import pathlib
+import re
 import signal
 import statistics
 import subprocess
@@ -75,24 +77,26 @@ class Tail:
 
 def processes(word, of):
     """Pids below `of` whose command line has the word, by age."""
-    parents, named = {}, set()
+    parents, named = {}, {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             command = open(f"/proc/{entry}/cmdline").read().split("\0")
-            parent = int(open(f"/proc/{entry}/stat").read().rsplit(")", 1)[1].split()[1])
+            stat = open(f"/proc/{entry}/stat").read().rsplit(")", 1)[1].split()
+            parent, started = int(stat[1]), int(stat[19])
         except (OSError, ValueError, IndexError):
             continue
         parents[int(entry)] = parent
         if word in command[:4]:
-            named.add(int(entry))
+            # Numbers of processes start anew now and then.
+            named[int(entry)] = started
     below, grew = {of}, True
     while grew:
         more = {pid for pid, parent in parents.items() if parent in below} - below
         below |= more
         grew = bool(more)
-    return sorted(named & below)
+    return sorted(named.keys() & below, key=lambda pid: (named[pid], pid))
 
 
 def resident(pid):
@@ -116,6 +120,31 @@ def proportional(pids):
         except OSError:
             pass
     return total / 2**20
+
+
+def kinds_of_memory(pid):
+    """MiB in memory by what it is of; beside it how many threads and open files there are."""
+    kinds = {}
+    try:
+        for line in open(f"/proc/{pid}/smaps"):
+            words = line.split()
+            if not words[0].endswith(":"):
+                name = " ".join(words[5:])
+                kind = ("heap" if name == "[heap]" else "of no file" if not name
+                        else name if name.startswith("/dev/nvidia")
+                        else "library" if ".so" in name else "memfd" if "memfd" in name
+                        else "shared" if name.startswith("/dev/") else "other")
+            elif words[0] == "Rss:":
+                kinds[kind] = kinds.get(kind, 0) + int(words[1]) / 1024
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        files = collections.Counter()
+        for file in os.scandir(f"/proc/{pid}/fd"):
+            target = os.readlink(file.path).removesuffix(" (deleted)")
+            files[re.sub(r"[0-9:\[\]]+$", "", target.rsplit("/", 1)[-1]) or target] += 1
+    except OSError:
+        return {}
+    return {kind: round(size, 1) for kind, size in sorted(kinds.items())} | {
+        "threads": threads, "files": dict(sorted(files.items()))}
 
 
 def spread(values):
@@ -287,6 +316,8 @@ def main():
             targets = targets[1:] if args.spares else targets
             everybody = [run.pid, *workers, *engines]
             settled.append((sum(map(int, memory_of_gpus())), proportional(everybody)))
+            if args.spares and (round == 3 or round % 10 == 0):
+                print(f"the oldest engine, MiB: {kinds_of_memory(engines[0])}", flush=True)
             attempt, seen = newest()["attempt"], len(events.read())
             last = newest()["step"]
             full = hog(args.hold) if args.fault == "full" else None
@@ -339,6 +370,9 @@ def main():
                 print(f"     two again after {grown[-1]:.2f} s")
             at = time.strftime("%M:%S", time.gmtime(clock))
             print(f"     at {at}.{int(clock % 1 * 1000):03d}: {told}", flush=True)
+            for event in events.read()[seen:]:
+                if len(told) > 5 and event.get("message"):
+                    print(f"     {event['time'][14:23]} {event['message'][:600]}", flush=True)
             if time.monotonic() - began > args.seconds:
                 break
         if times:

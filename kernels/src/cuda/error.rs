@@ -81,6 +81,19 @@ impl CudaError {
         }
     }
 
+    /// The driver or a library refused in the midst of work; nothing is missing. A process that
+    /// begins anew may not meet it.
+    pub fn is_of_process(&self) -> bool {
+        match self {
+            CudaError::Driver { .. } | CudaError::Launch { .. } => !self.is_foreign_code(),
+            CudaError::Cublas { .. }
+            | CudaError::NotCaptured { .. }
+            | CudaError::GivenUp { .. }
+            | CudaError::NotShared { .. } => true,
+            error => error.is_room() || matches!(error, CudaError::HostMemory { .. }),
+        }
+    }
+
     /// The driver does not take the code of a module: it was made for another GPU or driver.
     pub(super) fn is_foreign_code(&self) -> bool {
         use cudarc::driver::sys::CUresult as Code;

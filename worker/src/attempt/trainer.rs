@@ -23,15 +23,14 @@ use crate::engine::model::Model;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::resume;
 use crate::attempt::start::{Passage, Start, fault_of};
-use crate::attempt::stop::{Stop, fail, not_left, storage_failed};
+use crate::attempt::stop::{Stop, fail, not_left, not_opened, storage_failed};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::attempt::ways::Table;
 use crate::state::slots::Memory;
-use crate::engine::links::NoLinks;
-use crate::engine::step::{Engine, OpenError};
+use crate::engine::step::Engine;
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
-use crate::failure::{Failure, advice_on, chain};
+use crate::failure::Failure;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
 use moejob_protocol::memory::GENERATIONS;
@@ -64,6 +63,8 @@ pub struct Trainer {
     pub(super) ahead: bool,
     /// See [`Model::cut_late`].
     late: bool,
+    /// It was connected with other ranks.
+    trained: bool,
 }
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
@@ -98,7 +99,7 @@ impl Trainer {
         let (corpus, batches, products, ways) = (None, None, None, Table::default());
         Trainer {
             memory, desk, corpus, batches, products, ways, disk, patience, spoiled, ahead: false,
-            late: false,
+            late: false, trained: false,
         }
     }
 
@@ -195,7 +196,9 @@ impl Trainer {
         let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
         let rank = comm.rank();
         start.passed(Passage::Storage);
-        let mut engine = engine(config, comm)?;
+        let trained = self.trained;
+        let refused = |error| not_opened(config.attempt, trained, error);
+        let mut engine = Engine::open(config, rank, comm).map_err(refused)?;
         start.passed(Passage::Device);
         if self.late {
             engine.model.cut_late();
@@ -217,7 +220,8 @@ impl Trainer {
         let kept = self.products.clone();
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
         products::agree(config, &self.disk, kept, model, links.comm(), &mut tell)?;
-        engine.links.meet().map_err(|error| not_opened(config, error.into()))?;
+        engine.links.meet().map_err(|error| refused(error.into()))?;
+        self.trained = true;
         if let Some(built) = engine.links.take_built() {
             out(TrainerEvent::Built(built));
         }
@@ -426,25 +430,6 @@ pub(super) fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Res
         }
     }
     Ok(())
-}
-
-fn engine(config: &WorkerConfig, comm: Comm) -> Result<Engine, Stop> {
-    Engine::open(config, comm.rank(), comm).map_err(|error| not_opened(config, error))
-}
-
-fn not_opened(config: &WorkerConfig, error: OpenError) -> Stop {
-    let failed = |error: &dyn std::error::Error, advice: &str| {
-        fail(1, &format!("the device cannot be made: {}", chain(error)), advice)
-    };
-    let again = config.attempt > 1;
-    match error {
-        // It had room before. Who took it may be gone when the next engine looks.
-        OpenError::Kernel(error) if again && error.is_memory() => Stop::Device(chain(&error)),
-        OpenError::Kernel(error) => failed(&error, advice_on(&error)),
-        OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
-        OpenError::Links(error) if again && error.is_memory() => Stop::Device(chain(&error)),
-        OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
-    }
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {

@@ -57,15 +57,27 @@ pub enum NoLinks {
 }
 
 impl NoLinks {
-    /// The GPU's memory is full. Who has it may be gone when another engine looks.
-    pub fn is_memory(&self) -> bool {
+    /// Nothing is missing: something refused in the midst of work, or a GPU's memory is full. A
+    /// process that begins anew may not meet it.
+    pub fn is_of_process(&self) -> bool {
         match self {
-            NoLinks::Device { source, .. } => source.is_room(),
-            NoLinks::Nccl { source: Error::Refused { last, .. }, .. } => {
-                last.contains("out of memory")
-            }
-            _ => false,
+            NoLinks::Device { source, .. } => source.is_of_process(),
+            NoLinks::Nccl { source, .. } => matches!(
+                source,
+                Error::Refused { .. }
+                    | Error::Late { .. }
+                    | Error::Stopped { .. }
+                    | Error::Unended { .. }
+                    | Error::Thread { .. }
+            ),
+            NoLinks::Thread { .. } => true,
+            NoLinks::Comm(_) | NoLinks::Elsewhere { .. } => false,
         }
+    }
+
+    /// What is missing is missing on another rank.
+    pub fn is_elsewhere(&self) -> bool {
+        matches!(self, NoLinks::Elsewhere { .. })
     }
 }
 

@@ -21,10 +21,11 @@ const TICKS_A_LOOK: u64 = 20;
 const GPU_THREADS: usize = 8;
 const ENV_HCA: &str = "NCCL_IB_HCA";
 /// Heaps of the C library. NCCL has new threads for each communicator, and a new thread takes a
-/// heap of its own while there are few. So an engine that outlives others grew by 15 MiB with each
-/// of its first 20 recoveries, and with two heaps by 6 (links_h200x2_2026-11-22.md).
+/// heap of its own while there are few: an engine that outlives others grew by 15 MiB with each of
+/// its first 20 recoveries. With one heap, what is free in it given back behind each attempt, it
+/// does not grow (two_gpus_h200_2026-11-27.md).
 const ENV_HEAPS: &str = "MALLOC_ARENA_MAX";
-const HEAPS: u32 = 2;
+const HEAPS: u32 = 1;
 
 /// Something to tell the leader, once: a reason in CamelCase, and for a person.
 pub(super) type Warning = (&'static str, String);
