@@ -70,6 +70,26 @@ pub struct Config {
     pub call_limit: Duration,
     /// Raised by whoever wants this attempt to end: every wait looks at it.
     pub stop: Arc<AtomicBool>,
+    /// How a thread enters the communicator's GPU; none: NCCL finds it by itself.
+    pub enter: Option<Enter>,
+}
+
+/// Makes a communicator's GPU the one that is current on the thread that calls it. NCCL goes back
+/// to the GPU that was current before a call, and on a thread that has entered none that is the
+/// first one: it would make a context of 0.5 GiB there.
+#[derive(Clone)]
+pub struct Enter(Arc<dyn Fn() + Send + Sync>);
+
+impl Enter {
+    pub fn new(enter: impl Fn() + Send + Sync + 'static) -> Enter {
+        Enter(Arc::new(enter))
+    }
+}
+
+impl fmt::Debug for Enter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Enter")
+    }
 }
 
 impl Default for Config {
@@ -81,11 +101,19 @@ impl Default for Config {
             meet_limit: Duration::from_secs(60),
             call_limit: Duration::from_secs(20),
             stop: Arc::default(),
+            enter: None,
         }
     }
 }
 
 impl Config {
+    /// For a thread that may not drive the GPU.
+    pub(crate) fn enter(&self) {
+        if let Some(Enter(enter)) = &self.enter {
+            enter();
+        }
+    }
+
     fn raw(&self, version: Version) -> RawConfig {
         let ctas = |n: u32| c_int::try_from(n).unwrap_or(c_int::MAX);
         RawConfig {
@@ -312,6 +340,7 @@ impl Comm {
         let Some(revoke) = self.library.functions().revoke else {
             return Err(Error::Absent { call, found, since: Version::REVOKE });
         };
+        self.config.enter();
         // SAFETY: the handle is valid; 0 are the default flags.
         match unsafe { revoke(self.handle, 0) } {
             IN_PROGRESS => Ok(()),

@@ -88,9 +88,11 @@ impl Ending {
     fn start(comm: &mut Comm) -> Result<Ending, Error> {
         let (told, done) = channel();
         let library = comm.library().clone();
+        let config = comm.config().clone();
         let last = Last(comm.take());
         let work = move || {
             let last = last;
+            config.enter();
             // SAFETY: the handle is valid and was taken from its owner: it is ended once. What NCCL
             // answers changes nothing, since there is no other way to end it.
             let _ = unsafe { (library.functions().abort)(last.0) };

@@ -32,7 +32,7 @@ mod verbs;
 mod end;
 pub mod log;
 
-pub use comm::{Comm, Config, Seat, State, UniqueId};
+pub use comm::{Comm, Config, Enter, Seat, State, UniqueId};
 pub use end::abandon;
 pub use error::Error;
 pub use library::{ENVIRONMENT, Library, Version};

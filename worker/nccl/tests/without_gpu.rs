@@ -5,12 +5,12 @@ use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use moejob_nccl::{
-    Comm, Config, DType, ENVIRONMENT, Error, Library, Part, Reduce, Seat, Span, State, Stream,
-    UniqueId, Version, abandon,
+    Comm, Config, DType, ENVIRONMENT, Enter, Error, Library, Part, Reduce, Seat, Span, State,
+    Stream, UniqueId, Version, abandon,
 };
 
 /// The stub as a library. Each kind is compiled once.
@@ -394,6 +394,25 @@ fn a_communicator_that_is_dropped_is_aborted_and_nothing_hangs() {
 }
 
 /// Verbs take the communicator of the thread that drives the device, and of no other.
+/// NCCL would go back to the first GPU on a thread that has entered none.
+#[test]
+fn whoever_ends_a_communicator_enters_its_gpu_first() {
+    let stub = revoking();
+    let entered = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&entered);
+    let enter = Enter::new(move || {
+        count.fetch_add(1, Ordering::Relaxed);
+    });
+    let config = Config { enter: Some(enter), ..Config::default() };
+    let comm = stub.comm(&config).expect("a communicator");
+    assert_eq!(entered.load(Ordering::Relaxed), 0, "who makes one drives its GPU");
+    comm.revoke().expect("revoked");
+    assert_eq!(entered.load(Ordering::Relaxed), 1);
+    let limit = Duration::from_secs(2);
+    abandon(vec![comm], || true, (), limit).expect("ended");
+    assert_eq!(entered.load(Ordering::Relaxed), 3, "revoked again, and aborted on a new thread");
+}
+
 #[test]
 fn a_communicator_goes_to_another_thread() {
     fn goes<T: Send>() {}

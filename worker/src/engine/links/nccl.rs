@@ -25,7 +25,7 @@ use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Watch};
 use moejob_kernels::{Buffer, DType, Device};
 use moejob_nccl::{
-    Config, Error, Group, Library, Reduce, Seat, Span, Stream, abandon,
+    Config, Enter, Error, Group, Library, Reduce, Seat, Span, Stream, abandon,
 };
 use moejob_protocol::links::Built;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -139,6 +139,9 @@ impl Nccl {
         let what = "memory for the first words between GPUs";
         let room = Room::new(cuda.gpu(), world);
         let room = room.map_err(|source| NoLinks::Device { what, source })?;
+        let gpu = cuda.gpu().clone();
+        // A context that is broken says so elsewhere.
+        let enter = move || drop(gpu.make_current());
         let party = Party {
             gpu: cuda.gpu().clone(),
             room,
@@ -146,6 +149,7 @@ impl Nccl {
             config: Config {
                 stop: Arc::clone(&stop),
                 ctas_max: groups.ctas_max,
+                enter: Some(Enter::new(enter)),
                 ..Config::default()
             },
             groups: groups.clone(),
