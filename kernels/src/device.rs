@@ -62,33 +62,30 @@ pub enum Lack {
 }
 
 impl KernelError {
+    /// What the GPU's side says, if it is that.
+    fn of_gpu(&self) -> Option<&CudaError> {
+        match self {
+            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => Some(error),
+            _ => None,
+        }
+    }
+
     /// What has no room, if that is it.
     pub fn lack(&self) -> Option<Lack> {
-        match self {
-            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => match error {
-                CudaError::HostMemory { .. } => Some(Lack::Host),
-                error => error.is_room().then_some(Lack::Device),
-            },
-            _ => None,
+        match self.of_gpu()? {
+            CudaError::HostMemory { .. } => Some(Lack::Host),
+            error => error.is_room().then_some(Lack::Device),
         }
     }
 
     /// The GPU itself is not there, or is none that engines take.
     pub fn is_device(&self) -> bool {
-        let (KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error))) = self else {
-            return false;
-        };
-        matches!(error, CudaError::NoGpu { .. } | CudaError::NotGiven(_))
+        matches!(self.of_gpu(), Some(CudaError::NoGpu { .. } | CudaError::NotGiven(_)))
     }
 
     /// See [`CudaError::is_of_process`].
     pub fn is_of_process(&self) -> bool {
-        match self {
-            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => {
-                error.is_of_process()
-            }
-            _ => false,
-        }
+        self.of_gpu().is_some_and(CudaError::is_of_process)
     }
 }
 

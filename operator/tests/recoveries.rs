@@ -6,7 +6,7 @@
 mod stubbed;
 
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use stubbed::Stubbed;
@@ -75,49 +75,41 @@ fn trains(run: &mut Running, metrics: &Path, before: u64) -> u64 {
     }
 }
 
-/// A gang whose messages go nowhere. While the file is there that STUB_REFUSED names, the next one
-/// that is to connect is refused, once.
-const REFUSING: &str = r#"
-#include <stdlib.h>
-#include <unistd.h>
-struct id { char bytes[128]; };
-int ncclGetVersion(int *code) { *code = VERSION; return 0; }
-const char *ncclGetErrorString(int code) { return "unhandled system error"; }
-const char *ncclGetLastError(void *comm) { return ""; }
-int ncclGetUniqueId(struct id *id) { return unlink(getenv("STUB_REFUSED")) ? 0 : 2; }
-int ncclCommInitRankConfig(void **comm, int world, struct id id, int rank, void *config) {
-    *comm = malloc(1);
-    return 0;
-}
-int ncclCommSplit(void *of, int color, int key, void **comm, void *config) {
-    *comm = malloc(1);
-    return 0;
-}
-int ncclCommGetAsyncError(void *comm, int *state) { *state = 0; return 0; }
-int ncclCommCount(void *comm, int *count) { *count = 2; return 0; }
-int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
-"#;
-
 fn kill(engine: u32) {
     let killed = Command::new("kill").args(["-9", &engine.to_string()]).status();
     assert!(killed.is_ok_and(|status| status.success()), "engine {engine}");
 }
 
-#[test]
-fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
-    let place = Stubbed::new(Some(REFUSING), "lost", "", 2, REST);
-    let refused = place.path().join("refused");
+/// A job that trains.
+struct Begun {
+    run: Running,
+    /// Its folder.
+    runs: PathBuf,
+    attempt: u64,
+    worker: u32,
+    engines: [u32; 2],
+}
+
+/// While the file `refused` is there, the next one that is to connect is refused, once.
+fn begin(place: &Stubbed, refused: &Path) -> Begun {
     let mut command = place.command(2, &["run", "job.yaml"]);
-    command.env("STUB_REFUSED", &refused).stdout(Stdio::null()).stderr(Stdio::null());
+    command.env("STUB_REFUSED", refused).stdout(Stdio::null()).stderr(Stdio::null());
     let mut run = Running(command.spawn().expect("the program"));
     let runs = place.path().join("runs/lost");
-    let metrics = runs.join("metrics.jsonl");
-    let attempt = trains(&mut run, &metrics, 0);
+    let attempt = trains(&mut run, &runs.join("metrics.jsonl"), 0);
     let [worker] = children(run.0.id())[..] else { panic!("one worker") };
-    let [_, younger] = children(worker)[..] else { panic!("two engines") };
+    let [elder, younger] = children(worker)[..] else { panic!("two engines") };
+    Begun { run, runs, attempt, worker, engines: [elder, younger] }
+}
+
+#[test]
+fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
+    let place = Stubbed::new(None, "lost", "", 2, REST);
+    let refused = place.path().join("refused");
+    let Begun { mut run, runs, attempt, worker, engines: [_, younger] } = begin(&place, &refused);
     std::fs::write(&refused, "").expect("a file");
     kill(younger);
-    trains(&mut run, &metrics, attempt);
+    trains(&mut run, &runs.join("metrics.jsonl"), attempt);
     assert!(!refused.exists(), "nobody was refused");
     assert_eq!(children(run.0.id()), [worker], "the worker was lost");
     let text = std::fs::read_to_string(runs.join("events.jsonl")).expect("events");
@@ -137,13 +129,9 @@ fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
 #[test]
 fn an_engine_that_stays_keeps_its_memory() {
     let place = Stubbed::new(None, "lost", "", 2, REST);
-    let mut command = place.command(2, &["run", "job.yaml"]);
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut run = Running(command.spawn().expect("the program"));
-    let metrics = place.path().join("runs/lost/metrics.jsonl");
-    let mut attempt = trains(&mut run, &metrics, 0);
-    let [worker] = children(run.0.id())[..] else { panic!("one worker") };
-    let [elder, mut younger] = children(worker)[..] else { panic!("two engines") };
+    let begun = begin(&place, &place.path().join("nobody is refused"));
+    let Begun { mut run, runs, mut attempt, worker, engines: [elder, mut younger] } = begun;
+    let metrics = runs.join("metrics.jsonl");
     let mut readings = Vec::new();
     for loss in 0..LOSSES {
         kill(younger);

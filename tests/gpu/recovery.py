@@ -358,7 +358,8 @@ def main():
             hosts = [f"{resident(pid):.2f}" for pid in [run.pid, *processes("worker", run.pid),
                                                          *processes("engine", run.pid)]]
             stalls = first.get("stalls") or {}
-            told = [f"{e['time'][14:23]} {e['event']}" for e in events.read()[seen:]]
+            news = events.read()[seen:]
+            told = [f"{e['time'][14:23]} {e['event']}" for e in news]
             print(f"{args.fault} {args.whom} {round}: {took:.2f} s, step {last} -> "
                   f"{first['step']}, of ranks {first['worldSize']}, {parts}, first step's stalls "
                   f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
@@ -370,8 +371,9 @@ def main():
                 print(f"     two again after {grown[-1]:.2f} s")
             at = time.strftime("%M:%S", time.gmtime(clock))
             print(f"     at {at}.{int(clock % 1 * 1000):03d}: {told}", flush=True)
-            for event in events.read()[seen:]:
-                if len(told) > 5 and event.get("message"):
+            # More than the engine that was killed was lost.
+            for event in news if len(news) > 5 else []:
+                if event.get("message"):
                     print(f"     {event['time'][14:23]} {event['message'][:600]}", flush=True)
             if time.monotonic() - began > args.seconds:
                 break

@@ -89,8 +89,11 @@ impl CudaError {
             CudaError::Cublas { .. }
             | CudaError::NotCaptured { .. }
             | CudaError::GivenUp { .. }
-            | CudaError::NotShared { .. } => true,
-            error => error.is_room() || matches!(error, CudaError::HostMemory { .. }),
+            | CudaError::NotShared { .. }
+            | CudaError::NoRoom { .. }
+            | CudaError::OutOfMemory { .. }
+            | CudaError::HostMemory { .. } => true,
+            _ => false,
         }
     }
 

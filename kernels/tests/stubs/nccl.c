@@ -1,6 +1,7 @@
 /* A gang whose messages go nowhere: sums of nothing are right. VERSION is its own.
    Where STUB_GANG names a folder they go through files there, at the end of each group: numbers
-   of bf16 between processes of one rank each. */
+   of bf16 between processes of one rank each. Where STUB_REFUSED names a file, the next id is
+   refused, once: the file is gone then. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdio.h>
@@ -105,8 +106,14 @@ int ncclAllGather(const void *from, void *to, size_t count, int kind, void *comm
 
 struct id { char bytes[128]; };
 int ncclGetVersion(int *code) { *code = VERSION; return 0; }
-const char *ncclGetErrorString(int code) { return "an error"; }
+const char *ncclGetErrorString(int code) {
+    return code == 2 ? "unhandled system error" : "an error";
+}
 const char *ncclGetLastError(void *comm) { return ""; }
+int ncclGetUniqueId(struct id *id) {
+    const char *refused = getenv("STUB_REFUSED");
+    return refused && !unlink(refused) ? 2 : 0;
+}
 int ncclCommInitRankConfig(void **comm, int ranks, struct id id, int rank, void *config) {
     world = ranks;
     me = rank;

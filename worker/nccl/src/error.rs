@@ -32,6 +32,21 @@ pub enum Error {
     Thread { source: std::io::Error },
 }
 
+impl Error {
+    /// NCCL refused or did not come to an end; nothing is missing, and versions agree. A process
+    /// that begins anew may not meet it.
+    pub fn is_of_process(&self) -> bool {
+        matches!(
+            self,
+            Error::Refused { .. }
+                | Error::Late { .. }
+                | Error::Stopped { .. }
+                | Error::Unended { .. }
+                | Error::Thread { .. }
+        )
+    }
+}
+
 /// For every way in which it can be absent.
 const HOW: &str = "(package libnccl2, or the wheel nvidia-nccl-cu13, nvidia-nccl-cu12 for drivers \
                    of CUDA 12) and add its folder to LD_LIBRARY_PATH, or name the file in \

@@ -393,7 +393,6 @@ fn a_communicator_that_is_dropped_is_aborted_and_nothing_hangs() {
     assert!(began.elapsed() < Duration::from_secs(50));
 }
 
-/// Verbs take the communicator of the thread that drives the device, and of no other.
 /// NCCL would go back to the first GPU on a thread that has entered none.
 #[test]
 fn whoever_ends_a_communicator_enters_its_gpu_first() {
@@ -413,6 +412,7 @@ fn whoever_ends_a_communicator_enters_its_gpu_first() {
     assert_eq!(entered.load(Ordering::Relaxed), 3, "revoked again, and aborted on a new thread");
 }
 
+/// Verbs take the communicator of the thread that drives the device, and of no other.
 #[test]
 fn a_communicator_goes_to_another_thread() {
     fn goes<T: Send>() {}

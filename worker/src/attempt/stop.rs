@@ -74,7 +74,9 @@ pub(super) fn not_opened(attempt: u32, trained: bool, error: OpenError) -> Stop 
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
         OpenError::Links(error) if again && error.is_of_process() => Stop::Device(chain(&error)),
         // A newcomer lacks something. It says so itself, and its worker ends.
-        OpenError::Links(error) if again && (trained || error.is_elsewhere()) => {
+        OpenError::Links(error)
+            if again && (trained || matches!(error, NoLinks::Elsewhere { .. })) =>
+        {
             Stop::Comm(CommError::Aborted { reason: chain(&error) })
         }
         OpenError::Links(error) => failed(&error, "`moejob doctor` tells what this machine has"),
@@ -105,6 +107,7 @@ mod tests {
         assert!(matches!(left(Err(Stop::Fenced(3))), Stop::Fenced(3)));
         assert!(matches!(left(Err(fail(3, "no data", "put it back"))), Stop::Failed(_)));
     }
+
     #[test]
     fn a_gang_that_has_trained_keeps_its_workers_when_it_cannot_connect() {
         use moejob_nccl::{Error, Version};

@@ -62,22 +62,10 @@ impl NoLinks {
     pub fn is_of_process(&self) -> bool {
         match self {
             NoLinks::Device { source, .. } => source.is_of_process(),
-            NoLinks::Nccl { source, .. } => matches!(
-                source,
-                Error::Refused { .. }
-                    | Error::Late { .. }
-                    | Error::Stopped { .. }
-                    | Error::Unended { .. }
-                    | Error::Thread { .. }
-            ),
+            NoLinks::Nccl { source, .. } => source.is_of_process(),
             NoLinks::Thread { .. } => true,
             NoLinks::Comm(_) | NoLinks::Elsewhere { .. } => false,
         }
-    }
-
-    /// What is missing is missing on another rank.
-    pub fn is_elsewhere(&self) -> bool {
-        matches!(self, NoLinks::Elsewhere { .. })
     }
 }
 
