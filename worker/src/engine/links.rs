@@ -56,6 +56,7 @@ use staged::Staging;
 use std::sync::Arc;
 
 pub use nccl::NoLinks;
+pub(crate) use nccl::entry;
 pub(crate) use files::{Desk, Seat};
 pub(crate) use flight::Flight;
 #[cfg(test)]

@@ -22,7 +22,7 @@ use super::meet::{Met, Party, Room, agree, name_of_all};
 use super::{Aside, Groups, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
-use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Watch};
+use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Gpu, Watch};
 use moejob_kernels::{Buffer, DType, Device};
 use moejob_nccl::{
     Config, Enter, Error, Group, Library, Reduce, Seat, Span, Stream, abandon,
@@ -106,6 +106,13 @@ struct Connections {
     comms: Mutex<Vec<Joined>>,
 }
 
+/// How threads that end a communicator enter its GPU.
+pub(crate) fn entry(gpu: &Gpu) -> Enter {
+    let gpu = gpu.clone();
+    // A context that is broken says so elsewhere.
+    Enter::new(move || drop(gpu.make_current()))
+}
+
 impl Nccl {
     /// Agrees with the other ranks on how they meet, and lets them meet on another thread.
     pub fn begin(
@@ -127,9 +134,6 @@ impl Nccl {
         let what = "memory for the first words between GPUs";
         let room = Room::new(cuda.gpu(), world);
         let room = room.map_err(|source| NoLinks::Device { what, source })?;
-        let gpu = cuda.gpu().clone();
-        // A context that is broken says so elsewhere.
-        let enter = move || drop(gpu.make_current());
         let party = Party {
             gpu: cuda.gpu().clone(),
             room,
@@ -137,7 +141,7 @@ impl Nccl {
             config: Config {
                 stop: Arc::clone(&stop),
                 ctas_max: groups.ctas_max,
-                enter: Some(Enter::new(enter)),
+                enter: Some(entry(cuda.gpu())),
                 ..Config::default()
             },
             groups: groups.clone(),

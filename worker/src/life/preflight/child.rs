@@ -1,5 +1,6 @@
 //! The process that measures one GPU. It obeys its parent's lines until they end.
 
+use crate::engine::links::entry;
 use crate::engine::notes;
 use crate::life::part::{is_bound_to, number, obey, say};
 use crate::life::travel::Verb;
@@ -252,7 +253,7 @@ fn all_reduce(
     let text = |error: CudaError| error.to_string();
     let library = Library::load().map_err(|error| error.to_string())?;
     let id = of_hex(id).ok_or("no place to meet")?;
-    let config = Config { meet_limit, ..Config::default() };
+    let config = Config { meet_limit, enter: Some(entry(gpu)), ..Config::default() };
     let elements = bytes / 2;
     let arena = Arena::new(gpu, 2 * elements).map_err(text)?;
     let buffer = ArenaPlan::new().alloc(DType::Bf16, elements);

@@ -11,7 +11,7 @@
 use super::bed::{Bed, rooms};
 use super::truth::{self, result_len};
 use super::verb::{Call, Verb, Way, row_bytes, rows_of};
-use crate::engine::links::{Desk, PeerUse, Seat as Place, blocks_for};
+use crate::engine::links::{Desk, PeerUse, Seat as Place, blocks_for, entry};
 use crate::failure::chain;
 use crate::life::part::{is_bound_to, number, obey, say};
 use crate::life::preflight::child::{id, of_hex};
@@ -179,7 +179,8 @@ impl Rank {
         let library = Library::load().map_err(by_nccl)?;
         let id = of_hex(id).ok_or_else(|| Trouble::Own("no place to meet".to_string()))?;
         // As engines make theirs.
-        let config = Config { meet_limit: MEET_LIMIT, ..Config::default() };
+        let enter = Some(entry(&self.gpu));
+        let config = Config { meet_limit: MEET_LIMIT, enter, ..Config::default() };
         self.comm = Some(Comm::init(&library, seat, &id, &config).map_err(by_nccl)?);
         Ok(Reply::Met { version: library.version().to_string() })
     }
