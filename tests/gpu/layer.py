@@ -5,7 +5,8 @@
 A bench of a few layers is traced. A layer's time is that from its router to the sums of its tokens,
 forward, and from the gradients' way to the experts to that of the router, backward; everything that
 travels is in it. Work is 6 and 12 operations for each token, expert of it, and number of a matrix.
-Medians over the layers and steps of rank 0, in milliseconds.
+Medians over the layers and steps of rank 0, in milliseconds. Gradients leave for the experts of the
+top layer alone; those of the others do beside products of the layer above, and are not counted.
 """
 import argparse
 import collections
@@ -56,7 +57,10 @@ def main():
         events = trace["traceEvents"] if isinstance(trace, dict) else trace
         of = collections.defaultdict(list)
         for event in events:
-            if event.get("ph") == "X" and event.get("tid") == 1:
+            if event.get("ph") != "X" or event.get("tid") != 1:
+                continue
+            hidden_leg = event["args"].get("layer") != args.layers - 1
+            if event["name"] != "gradients travel" or not hidden_leg:
                 of[event["name"]].append(event["dur"] / 1e3)
         top_k, width, hidden = SHAPES[preset]
         work = 6 * args.tokens * top_k * width * hidden / 1e9

@@ -9,6 +9,9 @@ use crate::library::Handle;
 
 /// What a drop waits for an abort: 11 ms after a revoke, half a second without.
 pub(crate) const DROP_LIMIT: Duration = Duration::from_secs(2);
+/// Behind streams that are empty. An abort that takes longer does not end, as was seen where all of
+/// NCCL's sockets had failed; its process is better given up.
+const ABORT_LIMIT: Duration = Duration::from_secs(1);
 /// Between two looks at the streams.
 const PAUSE: Duration = Duration::from_micros(500);
 
@@ -21,7 +24,8 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// revoke: aborts then come first, and return when the graphs are gone.
 ///
 /// # Errors
-/// [`Error::Unended`]: something still runs after `limit`, and only the end of the process helps.
+/// [`Error::Unended`]: something still runs after `limit`, or an abort does a second after the
+/// streams were empty. Only the end of the process helps.
 pub fn abandon<G>(
     comms: Vec<Comm>,
     mut drained: impl FnMut() -> bool,
@@ -53,11 +57,14 @@ pub fn abandon<G>(
     }
     drop(graphs);
     start(&mut ends, true)?;
+    let began = until - limit;
+    let until = if empty { until.min(Instant::now() + ABORT_LIMIT) } else { until };
     let left = ends.iter().filter(|end| !end.wait(until)).count();
     while !empty && Instant::now() < until {
         std::thread::sleep(PAUSE);
         empty = drained();
     }
+    let limit = until - began;
     match (left, empty) {
         (0, true) => Ok(()),
         (0, false) => Err(Error::Unended { what: "a stream".to_owned(), limit }),

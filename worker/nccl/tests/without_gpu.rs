@@ -376,6 +376,9 @@ fn what_does_not_end_is_told_in_time() {
     let began = Instant::now();
     let error = abandon(comm(), || true, (), limit).expect_err("an abort that takes longer");
     assert!(error.to_string().starts_with("the abort of 1 communicators"), "{error}");
+    let long = Duration::from_secs(60);
+    let error = abandon(comm(), || true, (), long).expect_err("behind empty streams");
+    assert!(error.to_string().starts_with("the abort of 1 communicators"), "{error}");
     assert!(began.elapsed() < Duration::from_secs(30));
 }
 

@@ -38,6 +38,18 @@ pub(crate) struct Adds {
     matrices: bool,
 }
 
+/// The gradients of a layer's matrices of queries, keys and values, which are made beside what
+/// leaves for the experts below. Nothing they read is written until that has arrived.
+#[derive(Clone, Debug)]
+pub(crate) struct Later {
+    layer: usize,
+    /// What all three were multiplied by.
+    x: Buffer,
+    /// dy, and where the gradient goes.
+    of: [(Buffer, Linear); 3],
+    adds: Adds,
+}
+
 impl Pass<'_> {
     /// Fills the round's leaf of every gradient but the head's, from what `loss` left.
     pub fn backward(&mut self, leaf: &Leaf) {
@@ -210,14 +222,30 @@ impl Pass<'_> {
         let (dq, dk) = self.turn_backward(layer, t, [dq, dk, dv], gradients, adds.vectors);
         self.mark("turn'", Some(layer));
         let norm1 = b.norm1.slice(0, t * d);
-        self.linear_backward(t, [norm1, dq, dnorm], [weights.q, gradients.q], (false, adds));
-        self.linear_backward(t, [norm1, dk, dnorm], [weights.k, gradients.k], (true, adds));
-        self.linear_backward(t, [norm1, dv, dnorm], [weights.v, gradients.v], (true, adds));
+        let of = [(dq, gradients.q), (dk, gradients.k), (dv, gradients.v)];
+        let later = layer > 0 && self.gradients_leave_beside(layer - 1);
+        for (at, weight) in [weights.q, weights.k, weights.v].into_iter().enumerate() {
+            let (dy, gradient) = of[at];
+            if !later {
+                self.weight_backward(t, [norm1, dy], gradient, adds);
+            }
+            self.input_backward(t, [dy, dnorm], weight, at > 0);
+        }
+        self.later = later.then_some(Later { layer, x: norm1, of, adds });
         self.mark("q k v'", Some(layer));
         let (x, rstd) = (b.input.slice(0, t * d), b.rstd1.slice(0, t));
         let gain = [weights.norm1, gradients.norm1];
         self.norm_backward([x, rstd], gain, [dnorm, dx], [true, adds.vectors]);
         self.mark("norm'", Some(layer));
+    }
+
+    /// What the layer above left for later.
+    pub(crate) fn made_later(&mut self) {
+        let Some(Later { layer, x, of, adds }) = self.later.take() else { return };
+        for (dy, gradient) in of {
+            self.weight_backward(self.round.tokens, [x, dy], gradient, adds);
+        }
+        self.mark("q k v' weights", Some(layer));
     }
 
     /// Gradients of queries and keys before their turn, clamp and norm; of values before the clamp.
@@ -296,18 +324,31 @@ impl Pass<'_> {
         [weight, gradient]: [Linear; 2],
         (accumulate, adds): (bool, Adds),
     ) {
-        let (k, n) = (x.len() / t, dy.len() / t);
-        let (order, c) = (Order::Tn, gradient.weight);
-        let accumulates = adds.matrices;
-        let op =
-            Matmul { layout: order, m: n, n: k, k: t, accumulate: accumulates, a: dy, b: x, c };
-        self.model.device.matmul(&op);
+        self.weight_backward(t, [x, dy], gradient, adds);
+        self.input_backward(t, [dy, dx], weight, accumulate);
+    }
+
+    /// dW (+)= dy^T x, db (+)= sum of dy
+    fn weight_backward(&mut self, t: usize, [x, dy]: [Buffer; 2], gradient: Linear, adds: Adds) {
+        let (m, n, c) = (dy.len() / t, x.len() / t, gradient.weight);
+        let (layout, accumulate) = (Order::Tn, adds.matrices);
+        self.model.device.matmul(&Matmul { layout, m, n, k: t, accumulate, a: dy, b: x, c });
         if let Some(dbias) = gradient.bias {
-            let op = BiasBackward { rows: t, columns: n, accumulate: adds.vectors, dy, dbias };
+            let op = BiasBackward { rows: t, columns: m, accumulate: adds.vectors, dy, dbias };
             self.model.device.bias_backward(&op);
         }
-        let b = weight.weight;
-        let op = Matmul { layout: Order::Nn, m: t, n: k, k: n, accumulate, a: dy, b, c: dx };
-        self.model.device.matmul(&op);
+    }
+
+    /// dx (+)= dy W
+    fn input_backward(
+        &mut self,
+        t: usize,
+        [dy, dx]: [Buffer; 2],
+        weight: Linear,
+        accumulate: bool,
+    ) {
+        let (n, k, b) = (dx.len() / t, dy.len() / t, weight.weight);
+        let layout = Order::Nn;
+        self.model.device.matmul(&Matmul { layout, m: t, n, k, accumulate, a: dy, b, c: dx });
     }
 }

@@ -3,7 +3,7 @@
 //! Ops and verbs of links are enqueued in order; nothing comes back. Once a link has failed the
 //! rest of a round is left out, since nobody will look at it.
 
-use crate::engine::backward::Leaf;
+use crate::engine::backward::{Later, Leaf};
 use crate::engine::beside;
 use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
 use crate::engine::links::Links;
@@ -25,12 +25,14 @@ pub struct Pass<'a> {
     pub(crate) round: &'a Round,
     /// Activations are computed again: what is recorded of the round has been.
     pub(crate) again: bool,
+    /// What backward has left for when something travels.
+    pub(crate) later: Option<Later>,
 }
 
 impl<'a> Pass<'a> {
     /// A round of the loaded micro-batch.
     pub fn new(model: &'a mut Model, links: &'a mut Links, round: &'a Round) -> Pass<'a> {
-        Pass { model, links, round, again: false }
+        Pass { model, links, round, again: false, later: None }
     }
 
     /// The last norm of the loaded micro-batch, what backward needs, and what the round's aim asks

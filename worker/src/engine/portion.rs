@@ -31,13 +31,22 @@ pub(crate) enum Leg {
 /// Flights of each portion.
 pub(crate) const LEGS: usize = 2;
 
+/// What travels beside products though it is in one chunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Flying {
+    /// Gradients of outputs, beside those of the attention's weights of the layer above.
+    pub out: bool,
+    /// Gradients of tokens, beside that of up.
+    pub back: bool,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Portion {
     /// Of so many.
     at: usize,
     chunks: usize,
-    /// Also of one chunk what goes back does so beside what follows.
-    pub sums_fly: bool,
+    /// In backward, which way also what is all of the round is beside what follows.
+    pub fly: Flying,
     /// Where this rank stands in the group.
     me: usize,
     /// Of its tokens of the group, and the experts here.
@@ -99,15 +108,19 @@ impl Model {
             node: rails.map_or(0, |rails| rails.node(self.group.me)),
         };
         let (h, a, me) = (part(fused.h), part(fused.a), self.group.me);
-        let sums_fly = false;
-        Portion { at, chunks, sums_fly, me, here, spread, scratch, h, a, need }
+        let fly = Flying::default();
+        Portion { at, chunks, fly, me, here, spread, scratch, h, a, need }
     }
 }
 
 impl Portion {
     /// What travels is beside the ops: both ways where it is not all of the round.
     fn flies(&self, leg: Leg) -> bool {
-        self.chunks > 1 || (leg == Leg::Back && self.sums_fly)
+        let alone = match leg {
+            Leg::Out => self.fly.out,
+            Leg::Back => self.fly.back,
+        };
+        self.chunks > 1 || alone
     }
 
     fn flight(&self, leg: Leg) -> usize {

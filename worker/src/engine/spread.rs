@@ -41,7 +41,7 @@ use crate::engine::forward::Pass;
 use crate::engine::handles::Dense;
 use crate::engine::links::{Near, Packed, PeerUse, Rows};
 use crate::engine::model::Model;
-use crate::engine::portion::{Leg, Portion};
+use crate::engine::portion::{Flying, Leg, Portion};
 use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
     Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
@@ -189,11 +189,9 @@ impl Pass<'_> {
         let (dx, dnorm) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
         let mut portions = self.model.portions(layer, self.round);
         let formats = self.model.shape.formats;
-        // In one chunk gradients of tokens go back beside that of up, for which nobody waits. What
-        // goes by NCCL would want more multiprocessors.
-        let in_one = self.model.shape.chunks == 1 && self.model.group.rails.is_none();
-        let up_later = in_one && self.links.have_windows();
-        portions.iter_mut().for_each(|portion| portion.sums_fly = up_later);
+        let up_later = self.flies_in_one();
+        let fly = Flying { out: self.gradients_leave_beside(layer), back: up_later };
+        portions.iter_mut().for_each(|portion| portion.fly = fly);
         for portion in &portions {
             let scratch = &portion.scratch;
             if own.is_some() {
@@ -202,6 +200,7 @@ impl Pass<'_> {
             let packed = packed(formats.gradients, formats.element, scratch.partial);
             self.gather(portion, Rows { rows: scratch.dout, packed }, None);
         }
+        self.made_later();
         for (at, portion) in portions.iter().enumerate() {
             self.arrive(portion, Leg::Out);
             self.mark("gradients travel", Some(layer));
@@ -232,6 +231,24 @@ impl Pass<'_> {
         self.mark("router'", Some(layer));
     }
 
+    /// In one chunk what travels in backward does so beside gradients of weights, for which nobody
+    /// waits. What goes by NCCL would want more multiprocessors.
+    fn flies_in_one(&self) -> bool {
+        let in_one = self.model.shape.chunks == 1 && self.model.group.rails.is_none();
+        in_one && self.links.have_windows()
+    }
+
+    /// Gradients of the outputs of `layer` leave beside those of the attention's weights of the
+    /// layer above. All ranks say the same, also those without tokens: as many blocks of each move
+    /// them.
+    pub(crate) fn gradients_leave_beside(&self, layer: usize) -> bool {
+        let model = &self.model;
+        let above = layer + 1 < model.config.num_hidden_layers as usize;
+        let spread = model.here.is_some() && model.config.is_moe_layer(layer as u32);
+        // What is computed again comes first, and takes the memory that they read.
+        above && spread && model.shape.recompute.is_none() && self.flies_in_one()
+    }
+
     /// `scratch.partial` and `scratch.ds` = gradients of a portion's tokens and weights, as far as
     /// the experts here make them. Theirs are added to those of chunks `before`, up's maybe later.
     fn experts_gradients_here(
@@ -255,7 +272,7 @@ impl Pass<'_> {
             each: self.model.shape.formats.returns_each(),
             ds: portion.scratch.ds,
             gradients: gradients_of_experts(leaf, layer, &tensors, before),
-            up_later: portion.sums_fly,
+            up_later: portion.fly.back,
         });
     }
 
