@@ -59,8 +59,8 @@ def main():
         for event in events:
             if event.get("ph") != "X" or event.get("tid") != 1:
                 continue
-            hidden_leg = event["args"].get("layer") != args.layers - 1
-            if event["name"] != "gradients travel" or not hidden_leg:
+            top = event.get("args", {}).get("layer") == args.layers - 1
+            if event["name"] != "gradients travel" or top:
                 of[event["name"]].append(event["dur"] / 1e3)
         top_k, width, hidden = SHAPES[preset]
         work = 6 * args.tokens * top_k * width * hidden / 1e9
