@@ -41,7 +41,8 @@ fn try_one(random: &mut Random) {
     let batch = if wide { 16 + random.below(3) } else { 3 + random.below(6) };
     let large = random.below(3) == 0;
     let steps = if wide || large { 40 + random.below(80) } else { 60 + random.below(240) };
-    let engines = one_of(random, &[1, 1, 2, 2, 4]);
+    // Not more ranks than a step has micro-batches.
+    let engines = one_of(random, &[1, 1, 2, 2, 4]).min(batch);
     let workers = 1 + random.below(WORKERS_MAX.min(batch / engines).max(1));
     vary(&mut case, random, steps, batch);
     if large {
