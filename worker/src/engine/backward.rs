@@ -79,6 +79,7 @@ impl Pass<'_> {
             }
         }
         if let Some(gradients) = leaf.dense {
+            self.model.attention_loaded[usize::from(adds.matrices)] = true;
             self.claim_embedding();
             self.embed_backward(t, gradients, leaf.accumulate_matrices);
             self.mark("embedding'", None);
@@ -223,7 +224,8 @@ impl Pass<'_> {
         self.mark("turn'", Some(layer));
         let norm1 = b.norm1.slice(0, t * d);
         let of = [(dq, gradients.q), (dk, gradients.k), (dv, gradients.v)];
-        let later = layer > 0 && self.gradients_leave_beside(layer - 1);
+        let loaded = self.model.attention_loaded[usize::from(adds.matrices)];
+        let later = loaded && layer > 0 && self.gradients_leave_beside(layer - 1);
         for (at, weight) in [weights.q, weights.k, weights.v].into_iter().enumerate() {
             let (dy, gradient) = of[at];
             if !later {

@@ -76,6 +76,9 @@ pub struct Model {
     pub(crate) target_share: f64,
     /// By what the loss of the next step is multiplied, in fp16.
     pub(crate) scaling: Option<LossScale>,
+    /// Gradients of attention's matrices were written, and added to, in a round before this one:
+    /// their kernels are loaded. The driver holds up what is loaded beside a kernel that waits.
+    pub(crate) attention_loaded: [bool; 2],
     /// 1 / (mixture layers * micro-batches): what a mean over them multiplies by.
     pub(crate) router_scale: f64,
     /// Behind the device, which writes to memory that is kept here.
@@ -192,6 +195,7 @@ impl Model {
             apart: false,
             target_share: 1.0 / targets,
             scaling: scaled.then_some(LossScale::FIRST),
+            attention_loaded: [false; 2],
             router_scale,
             lane: Lane::default(),
         };
