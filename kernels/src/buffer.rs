@@ -50,6 +50,8 @@ element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, i16 => I1
 const ON_HOST: usize = 1 << 62;
 /// Offsets from here on are of the part that peers may read where it lies.
 const SHARED: usize = 1 << 61;
+/// Offsets from here on are of the part whose memory comes as it is needed.
+const GROWING: usize = 1 << 60;
 
 /// `len` elements of `dtype` that start `offset` bytes into the arena of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -77,6 +79,11 @@ impl Buffer {
     /// Where it starts in the part of the arena that peers may read; none: it lies elsewhere.
     pub const fn offset_shared(&self) -> Option<usize> {
         if self.offset < ON_HOST { self.offset.checked_sub(SHARED) } else { None }
+    }
+
+    /// Where it starts in the part of the arena that grows; none: it lies elsewhere.
+    pub const fn offset_growing(&self) -> Option<usize> {
+        if self.offset < SHARED { self.offset.checked_sub(GROWING) } else { None }
     }
 
     /// Elements.
@@ -119,6 +126,8 @@ pub struct ArenaPlan {
     bytes: usize,
     host_bytes: usize,
     shared_bytes: usize,
+    growing_bytes: usize,
+    committed: Vec<Buffer>,
 }
 
 impl ArenaPlan {
@@ -150,6 +159,19 @@ impl ArenaPlan {
         buffer
     }
 
+    /// The same in the part that grows: a GPU has addresses for it, and memory only where some of
+    /// it was committed.
+    pub fn alloc_growing(&mut self, dtype: DType, len: usize) -> Buffer {
+        let buffer = Buffer { dtype, offset: GROWING + self.growing_bytes, len };
+        self.growing_bytes = Self::behind(self.growing_bytes, buffer);
+        buffer
+    }
+
+    /// Of the part that grows, what has memory from the beginning.
+    pub fn commit(&mut self, pieces: impl IntoIterator<Item = Buffer>) {
+        self.committed.extend(pieces);
+    }
+
     /// Where the next buffer starts behind `buffer`, which starts at `start` of its part.
     fn behind(start: usize, buffer: Buffer) -> usize {
         let bytes = buffer.len.checked_mul(buffer.dtype.size());
@@ -171,6 +193,16 @@ impl ArenaPlan {
     /// Bytes of what peers may read.
     pub fn shared_bytes(&self) -> usize {
         self.shared_bytes
+    }
+
+    /// Bytes of addresses of the part that grows.
+    pub fn growing_bytes(&self) -> usize {
+        self.growing_bytes
+    }
+
+    /// What [`ArenaPlan::commit`] was told.
+    pub fn committed(&self) -> &[Buffer] {
+        &self.committed
     }
 }
 
@@ -210,6 +242,20 @@ mod tests {
         assert_eq!([a, far].map(|of| of.offset_on_host()), [None, Some(0)]);
         assert!(!own.overlaps(&a) && !a.overlaps(&b) && a.overlaps(&a.slice(64, 1)));
         assert_eq!(a.slice(64, 1).reinterpret(DType::U8).offset_shared(), Some(256));
+    }
+
+    #[test]
+    fn what_grows_has_a_place_of_its_own() {
+        let mut plan = ArenaPlan::new();
+        let (own, a) = (plan.alloc(DType::F32, 3), plan.alloc_growing(DType::F32, 65));
+        let (b, far) = (plan.alloc_growing(DType::Bf16, 1), plan.alloc_shared(DType::U8, 1));
+        let host = plan.alloc_on_host(DType::U8, 1);
+        plan.commit([a.slice(0, 2), b]);
+        assert_eq!((plan.bytes(), plan.growing_bytes(), plan.committed().len()), (256, 768, 2));
+        let places = [own, a, b, far, host].map(|of| of.offset_growing());
+        assert_eq!(places, [None, Some(0), Some(512), None, None]);
+        assert_eq!(a.slice(64, 1).reinterpret(DType::U8).offset_growing(), Some(256));
+        assert_eq!([a, b].map(|of| (of.offset_shared(), of.offset_on_host())), [(None, None); 2]);
     }
 
     #[test]

@@ -150,9 +150,28 @@ impl Device {
         match self {
             Device::Cpu(cpu) => {
                 assert_eq!(plan.shared_bytes(), 0, "a processor's peers read none of its memory");
+                assert_eq!(plan.growing_bytes(), 0, "a processor's memory comes by itself");
                 cpu.reserve(plan.bytes(), plan.host_bytes())
             }
             Device::Cuda(cuda) => Ok(cuda.reserve_planned(plan, beside)?),
+        }
+    }
+
+    /// Memory, all bits zero, for pieces of the part of the arena that grows: see
+    /// [`ArenaPlan::alloc_growing`]. Where there is too little, that is the device's failure.
+    pub fn commit(&mut self, pieces: &[Buffer]) {
+        match self {
+            Device::Cpu(_) => assert!(pieces.is_empty(), "a processor's memory comes by itself"),
+            Device::Cuda(cuda) => cuda.commit(pieces),
+        }
+    }
+
+    /// Bytes of a GPU's memory that are this device's share, as far as it is told; none for
+    /// processors.
+    pub fn memory_share(&self) -> Option<usize> {
+        match self {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => Some(cuda.gpu().memory().ok()?.1 / crate::cuda::shares()),
         }
     }
 

@@ -12,7 +12,7 @@
 //! that the host never waits for one. A choice of an expert elsewhere has no row here, as an empty
 //! one.
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, DType};
 use crate::cuda::{Gradients, LayerError, MoeDesc, MoeTensors, Saved};
 use crate::device::Device;
 
@@ -25,7 +25,8 @@ pub struct MoeRoute {
 }
 
 /// Where rows of the experts here lie: by expert, then token. Fills `saved`'s offsets [G + 1],
-/// order [G], rows, pos [A, K] and row_weights from its ids [A, K] and weights [A, K].
+/// order [G], rows, pos [A, K] and row_weights from its ids [A, K] and weights [A, K]. Where there
+/// are more than `room` of them, none is placed, as if nobody had tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct MoePlace {
     pub top_k: usize,
@@ -37,6 +38,10 @@ pub struct MoePlace {
     /// The experts here are `first .. first + locals`
     pub first: usize,
     pub locals: usize,
+    /// Rows for which there is memory
+    pub room: usize,
+    /// Added to, F64 [1]: 1 where that is too little
+    pub overflows: Buffer,
     pub saved: Saved,
 }
 
@@ -124,6 +129,7 @@ impl MoePlace {
             assert_eq!(slots.len(), all * top_k, "{self:?}");
         }
         assert_eq!(saved.offsets.len(), locals + 1, "{self:?}");
+        assert_eq!((self.overflows.dtype(), self.overflows.len()), (DType::F64, 1), "{self:?}");
         let rows = all * top_k.min(locals);
         assert!(saved.rows.len() >= rows && saved.row_weights.len() >= rows, "{self:?}");
         all

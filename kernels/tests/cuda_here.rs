@@ -48,6 +48,7 @@ fn check(case: &Case, mut device: Device) {
     let none = words(0);
     let mut floats = |len: usize| plan.alloc(DType::F32, len);
     let (given, row_weights) = (floats(slots), floats(slots));
+    let overflows = plan.alloc(DType::F64, 1);
     device.reserve(plan.bytes()).expect("an arena");
     let saved = Saved {
         h: none,
@@ -69,7 +70,8 @@ fn check(case: &Case, mut device: Device) {
         router_halves: none,
     };
     let Case { top_k, tokens, ranks, first, locals, present, .. } = *case;
-    let op = MoePlace { top_k, tokens, present, ranks, first, locals, saved };
+    let room = usize::MAX;
+    let op = MoePlace { top_k, tokens, present, ranks, first, locals, room, overflows, saved };
     device.write(all, &ids);
     device.write(given, &weights);
     // What was there before, of another batch, says nothing.
@@ -99,6 +101,17 @@ fn check(case: &Case, mut device: Device) {
     let mut expected = vec![NO_EXPERT; slots];
     sorted.iter().enumerate().for_each(|(row, slot)| expected[*slot] = row as u32);
     assert_eq!(device.read_vec::<u32>(pos), expected);
+    // As many as there are have room, one less has not.
+    device.moe_place(&MoePlace { room: sorted.len(), ..op });
+    assert_eq!(device.read_vec::<u32>(pos), expected);
+    assert_eq!(device.read_vec::<f64>(overflows), [0.0]);
+    for times in [1.0, 2.0] {
+        device.moe_place(&MoePlace { room: sorted.len() - 1, ..op });
+        assert_eq!(device.read_vec::<u32>(offsets), vec![0; locals + 1]);
+        assert_eq!(device.read_vec::<u32>(pos), vec![NO_EXPERT; slots]);
+        assert_eq!(device.read_vec::<f64>(overflows), [times]);
+    }
+    device.finish().expect("no failure");
     if on_gpu {
         let mut heaviest: Vec<u32> = (0..locals as u32).collect();
         heaviest.sort_by_key(|e| (std::cmp::Reverse(by_expert[*e as usize].len()), *e));

@@ -1,11 +1,12 @@
-"""How long a lost engine or worker holds up a job on two GPUs, and what its snapshots cost.
+"""How long a lost engine or worker holds up a job on GPUs, and what its snapshots cost.
 
     python3 recovery.py MOEJOB [--rounds 10] [--model large|small|whole] [--workers 1|2]
-        [--fault KILL|STOP|illegal|hang|link|full] [--whom engine|worker]
+        [--gpus 2] [--fault KILL|STOP|illegal|hang|link|full] [--whom engine|worker]
 
-The large model is OLMoE cut to 4 layers, experts over both GPUs (24 GB of weights and moments), the
-whole one all of it (83 GB); it trains on the text files of ./data. From the signal to the first
-step of the next attempt; beside it what the events say of where the time went, and memory then.
+The large model is OLMoE cut to 4 layers (24 GB of weights and moments), the whole one all of it (83
+GB), experts over a worker's GPUs; it trains on the text files of ./data. From the signal to the
+first step of the next attempt; beside it what the events say of where the time went, and memory
+then.
 Memory of the whole gang is looked at once more before the next fault, when it has settled: from the
 third recovery on it is to stay the same.
 """
@@ -47,7 +48,7 @@ spec:
     sequenceLength: {sequence}
   training:
     steps: 1000000
-    globalBatchSize: 8
+    globalBatchSize: {batch}
     microBatchSize: 4
     precision: {precision}
     optimizer: {{ adamw: {{ learningRate: 4.0e-4 }} }}
@@ -223,6 +224,7 @@ def main():
     parser.add_argument("moejob")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--model", choices=["large", "small", "whole"], default="large")
+    parser.add_argument("--gpus", type=int, default=2, help="of all workers")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--fault", default="KILL")
     parser.add_argument("--whom", choices=["engine", "worker"], default="engine")
@@ -233,7 +235,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--every", type=int, help="steps between snapshots")
     parser.add_argument("--waits", action="store_true",
-                        help="experts over both workers: the one that is left cannot go on alone")
+                        help="experts over all workers: those that are left cannot go on alone")
     parser.add_argument("--hold", type=float, default=5, help="how long memory is full")
     parser.add_argument("--ends", metavar="TEXT", help="the job is to end, and to say so")
     args = parser.parse_args()
@@ -245,12 +247,14 @@ def main():
     large = args.model != "small"
     every = args.every or (20 if large else 50)
     model = {"large": LARGE, "small": SMALL, "whole": WHOLE}[args.model]
+    # A gang of one rank shares its experts with nobody: with this, a worker's loss would be waited
+    # out until there is another.
+    expert = args.gpus if args.waits else args.gpus // args.workers
     text = MANIFEST.format(
         profile=args.profile, precision="bf16" if args.profile == "gpu" else "fp32",
-        workers=args.workers, devices=2 // args.workers, model=model,
-        # A gang of one rank shares its experts with nobody: with this, a worker's loss would be
-        # waited out until there is another.
-        parallelism="parallelism: { expert: 2 }" if args.workers == 1 or args.waits else "",
+        workers=args.workers, devices=args.gpus // args.workers, model=model,
+        parallelism=f"parallelism: {{ expert: {expert} }}" if expert > 1 else "",
+        batch=4 * args.gpus,
         sequence=4096 if large else 256 if args.profile == "gpu" else 16, every=every)
     (runs / "lost.yaml").write_text(text)
     log = open(runs / "log", "wb")
@@ -307,7 +311,7 @@ def main():
             wait("a whole gang", lambda: newest()["step"] > 120)
             args.rounds = 0
         for round in range(args.rounds):
-            world = lambda: newest().get("worldSize") == 2 and of_newest() >= every + 5
+            world = lambda: newest().get("worldSize") == args.gpus and of_newest() >= every + 5
             if not wait("a whole gang", world):
                 return 1
             engines = processes("engine", run.pid)
@@ -365,10 +369,10 @@ def main():
                   f"{ {k: round_(v) for k, v in stalls.items() if v} }, GPUs {used} MiB, hosts "
                   f"{hosts} GiB, who was killed: {dying}", flush=True)
             if args.whom == "worker" and not args.waits:
-                if not wait("the next gang of two", lambda: newest().get("worldSize") == 2):
+                if not wait("a whole gang", lambda: newest().get("worldSize") == args.gpus):
                     return 1
                 grown.append(time.monotonic() - start)
-                print(f"     two again after {grown[-1]:.2f} s")
+                print(f"     all again after {grown[-1]:.2f} s")
             at = time.strftime("%M:%S", time.gmtime(clock))
             print(f"     at {at}.{int(clock % 1 * 1000):03d}: {told}", flush=True)
             # More than the engine that was killed was lost.
@@ -381,7 +385,7 @@ def main():
             print(f"{args.model}, {args.workers} worker(s), {args.whom}, {args.fault}: median "
                   f"{statistics.median(times):.2f} s of {len(times)}, worst {max(times):.2f}")
         if grown:
-            print(f"two again: median {statistics.median(grown):.2f} s, worst {max(grown):.2f}")
+            print(f"all again: median {statistics.median(grown):.2f} s, worst {max(grown):.2f}")
         # The first is of the job as it began.
         if len(settled) > 4:
             gpus, hosts = zip(*settled[3:])

@@ -6,7 +6,8 @@ Models are drawn by the seed: sizes, experts, sequences a step, routers. Each tr
 on several that hold all experts, that share them, and so with the dense part divided; four also
 as two workers, between which tokens travel along rails. What every step tells (its losses and its
 gradient's norm) are sums in fp64 over ranks, so they may be 1e-12 apart. A token that chose another
-expert would show as 1e-6. Where there are fewer GPUs, one stands for all.
+expert would show as 1e-6. Where there are fewer GPUs, one stands for all. With MOEJOB_ROUTED=grows
+steps find too little memory for routed rows at first.
 """
 
 import argparse
@@ -47,12 +48,13 @@ def model(draw, gpus):
         "    initializerRange: 0.06",
         f"    qkNorm: {draw.choice(['full', 'perHead', 'none'])}",
         f"    tieWordEmbeddings: {draw.choice(['true', 'false'])}",
-        f"    experts: {{ count: {experts}, perToken: {chosen}, "
+        f"    experts: {{ count: {experts}, perToken: {chosen}, routedHeadroom: 1, "
         f"intermediateSize: {draw.choice([64, 128, 192])} }}",
         f"    router: {{ {router} }}",
     ]
     training = [
-        f"    globalBatchSize: {micro * draw.choice([2, 3, 4, 7, 16])}",
+        # No rank is without a micro-batch.
+        f"    globalBatchSize: {micro * max(gpus, draw.choice([2, 3, 4, 7, 16]))}",
         f"    microBatchSize: {micro}",
         f"    seed: {draw.randint(1, 1000)}",
     ]

@@ -12,10 +12,12 @@ use moe_worker::engine::model::Model;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::snapshot::{cut, initialize};
+use moejob_kernels::Device;
 use moejob_kernels::cuda::Gpu;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::{Backend, Resume};
 use moejob_protocol::layout::Layout;
+use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::StepReport;
 use moejob_protocol::zero::Zero;
@@ -70,6 +72,8 @@ fn job(on: On, layout: Layout) -> Job {
     (model.hidden_size, model.head_dim, model.experts.intermediate_size) = (64, 32, 64);
     model.router.bias_update_rate = 0.0;
     (model.experts.count, model.dense_intermediate_size) = (6, 128);
+    // With MOEJOB_ROUTED=grows GPUs have memory for no more rows than even routing has, at first.
+    model.experts.routed_headroom = 1.0;
     let training = &mut job.config.training;
     (training.steps, training.adamw.learning_rate) = (STEPS, 0.001);
     training.sequence_length = 32;
@@ -327,32 +331,43 @@ fn lose(on: On, ranks: u32, victim: u32, after: u64, whole: &Job, expected: &[[u
     true
 }
 
-/// Summaries of some steps of each rank, and its state and weights after them.
-fn steps_by(job: &Job, links: impl Fn(Comm) -> Links + Sync) -> Vec<(Vec<StepSummary>, Vec<u8>)> {
-    let (config, links) = (&job.config, &links);
+/// What `work` makes of each rank's new engine, on processors, whose tokens travel in `chunks`.
+fn by_engines<T: Send>(
+    (job, chunks): (&Job, u32),
+    links: impl Fn(Comm) -> Links + Sync,
+    work: impl Fn(&mut Engine, &mut Corpus) -> T + Sync,
+) -> Vec<T> {
+    let (config, links, work) = (&job.config, &links, &work);
     let train = |comm: Comm| {
         let (training, rank) = (&config.training, comm.rank());
-        let model = Model::new(&config.model, &config.layout, rank, training, 1);
+        let shape = Shape::new(&config.model, &config.layout, rank, training);
+        let shape = shape.in_chunks(&config.model, training, chunks);
+        let device = Device::cpu(1, 0).expect("a CPU");
+        let model = Model::on(device, shape, &config.model, &config.layout, rank, training);
         let mut engine = Engine::new(model.expect("an arena"), training, links(comm));
         initialize(&mut engine.model, training.seed);
         let corpus = Corpus::open(&config.data, training, config.model.vocab_size);
-        let mut corpus = corpus.expect("text");
-        let steps = (0..4).map(|step| engine.step(step, &mut corpus).expect("peers")).collect();
-        let mut state = Vec::new();
-        cut(&mut engine.model, &mut state).expect("the device works");
-        for index in 0..engine.model.params.len() {
-            if let Some(weight) = engine.model.weight(index) {
-                let bytes = weight.reinterpret(moejob_kernels::DType::U8);
-                state.extend(engine.model.device.read_vec::<u8>(bytes));
-            }
-        }
-        (steps, state)
+        work(&mut engine, &mut corpus.expect("text"))
     };
     std::thread::scope(|scope| {
         let comms = Comm::in_process(config.layout.mesh.world());
         let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| train(comm))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     })
+}
+
+/// Summaries of some steps, and state and weights after them.
+fn some_steps(engine: &mut Engine, corpus: &mut Corpus) -> (Vec<StepSummary>, Vec<u8>) {
+    let steps = (0..4).map(|step| engine.step(step, corpus).expect("peers")).collect();
+    let mut state = Vec::new();
+    cut(&mut engine.model, &mut state).expect("the device works");
+    for index in 0..engine.model.params.len() {
+        if let Some(weight) = engine.model.weight(index) {
+            let bytes = weight.reinterpret(moejob_kernels::DType::U8);
+            state.extend(engine.model.device.read_vec::<u8>(bytes));
+        }
+    }
+    (steps, state)
 }
 
 /// Whether buckets leave within backward and between updates, or all at once between the parts of
@@ -365,12 +380,47 @@ fn when_buckets_travel_changes_no_bit() {
         let mut job = job(On::Processors, layout(dp, ep));
         job.config.model.dense_layers = vec![1];
         job.config.model.tie_word_embeddings = dp == 2;
-        let beside = steps_by(&job, Links::new);
-        let between = steps_by(&job, |comm| Links::new(comm).one_by_one());
+        let beside = by_engines((&job, 1), Links::new, some_steps);
+        let one_by_one = |comm| Links::new(comm).one_by_one();
+        let between = by_engines((&job, 1), one_by_one, some_steps);
         for (rank, (beside, between)) in beside.iter().zip(&between).enumerate() {
             assert_eq!(beside.0, between.0, "dp {dp} ep {ep} rank {rank}");
             assert!(beside.0.iter().all(|step| step.loss.is_finite()), "{:?}", beside.0);
             assert!(beside.1 == between.1, "dp {dp} ep {ep} rank {rank}: other weights or moments");
+        }
+    }
+}
+
+/// Validations and steps, of which the first finds the memory of routed rows too small.
+#[test]
+fn rows_without_room_are_routed_again() {
+    for ((dp, ep), chunks) in [((2, 2), 1), ((4, 2), 1), ((6, 3), 1), ((3, 3), 2)] {
+        let job = job(On::Processors, layout(dp, ep));
+        let run = |headroom: Option<f64>, validates: bool| {
+            by_engines((&job, chunks), Links::new, |engine, corpus| {
+                if let Some(headroom) = headroom {
+                    engine.model.group.commit(headroom);
+                }
+                let reads = engine.model.device.traffic().reads;
+                let measure = |engine: &mut Engine, corpus: &mut Corpus| {
+                    engine.validate(corpus, 7).expect("peers").expect("held-out text")
+                };
+                let first = validates.then(|| measure(engine, corpus));
+                let reads = engine.model.device.traffic().reads - reads;
+                let steps = some_steps(engine, corpus);
+                let again = engine.take_again();
+                ((first, steps, measure(engine, corpus)), reads, again)
+            })
+        };
+        for validates in [true, false] {
+            let (whole, grown) = (run(None, validates), run(Some(1.0), validates));
+            for (rank, (whole, grown)) in whole.iter().zip(&grown).enumerate() {
+                let which = format!("dp {dp} ep {ep} chunks {chunks} rank {rank}");
+                assert!(whole.0 == grown.0, "{which}: other numbers");
+                assert!(!whole.2, "{which}: there was room");
+                let by_chance = if validates { grown.1 < 2 * whole.1 } else { !grown.2 };
+                assert!(!by_chance, "{which}: even routing by chance");
+            }
         }
     }
 }

@@ -170,7 +170,27 @@ impl CudaDevice {
         beside: usize,
     ) -> Result<(), CudaError> {
         let (arena, host, shared) = (plan.bytes(), plan.host_bytes(), plan.shared_bytes());
-        self.reserve(Wanted { arena, shared, beside, host })
+        let committed = plan.committed().iter().map(Buffer::bytes).sum();
+        self.reserve(Wanted { arena, shared, committed, beside, host })?;
+        if plan.growing_bytes() > 0 {
+            self.arena.reserve_growing(plan.growing_bytes())?;
+            self.arena.commit(&self.stream, plan.committed())?;
+            self.stream.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Memory, all bits zero, for pieces of the part of the arena that grows. A failure is the
+    /// device's.
+    pub(crate) fn commit(&mut self, pieces: &[Buffer]) {
+        self.attempt_outside("memory that grows", || Ok(()));
+        if self.check().is_err() {
+            return;
+        }
+        let CudaDevice { arena, stream, failure, .. } = self;
+        if let Err(error) = arena.commit(stream, pieces) {
+            let _ = failure.set(error.into());
+        }
     }
 
     pub fn gpu(&self) -> &Gpu {

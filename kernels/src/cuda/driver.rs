@@ -10,6 +10,7 @@ use cudarc::driver::{result as cu, sys};
 use super::error::{CudaError, Doing};
 use super::event::Event;
 use super::given::{Said, check_name};
+use super::growing::Growing;
 use super::host_memory::HostMemory;
 use super::libraries::DRIVER;
 use super::machine::{device, shares};
@@ -267,6 +268,8 @@ pub struct Arena {
     pub(super) host: Option<HostMemory>,
     /// What of the plan peers may read.
     pub(super) shared: Option<Arc<Window>>,
+    /// What of it has memory only in part.
+    pub(super) growing: Option<Growing>,
 }
 
 impl Arena {
@@ -281,22 +284,8 @@ impl Arena {
                 return Err(CudaError::OutOfMemory { bytes, free, total, device, source });
             }
         };
-        Ok(Arena { base, bytes, gpu: gpu.clone(), joined: None, host: None, shared: None })
-    }
-
-    /// The same with `host_bytes` of the host's memory beside it, all bits zero, and
-    /// `shared_bytes` of the GPU's that peers may read.
-    pub fn in_parts(
-        gpu: &Gpu,
-        bytes: usize,
-        host_bytes: usize,
-        shared_bytes: usize,
-    ) -> Result<Arena, CudaError> {
-        let mut arena = Arena::new(gpu, bytes)?;
-        arena.host = (host_bytes > 0).then(|| HostMemory::new(gpu, host_bytes)).transpose()?;
-        let shared = (shared_bytes > 0).then(|| Window::shared(gpu, shared_bytes));
-        arena.shared = shared.transpose()?.map(Arc::new);
-        Ok(arena)
+        let (joined, host, shared, growing) = (None, None, None, None);
+        Ok(Arena { base, bytes, gpu: gpu.clone(), joined, host, shared, growing })
     }
 
     /// What of it peers may read.
@@ -323,6 +312,10 @@ impl Arena {
             let end = offset + buffer.bytes();
             assert!(end <= shared.bytes(), "{buffer:?} ends outside {shared:?}");
             return shared.address() + offset as u64;
+        }
+        if let Some(offset) = buffer.offset_growing() {
+            let growing = self.growing.as_ref().expect("an arena with a part that grows");
+            return growing.address(offset, buffer.bytes());
         }
         let end = buffer.offset() + buffer.bytes();
         assert!(end <= self.bytes, "{buffer:?} ends outside an arena of {} bytes", self.bytes);

@@ -201,6 +201,8 @@ impl Here {
         let starts = (op.locals + 1) * 4;
         let place = Launch { shared_bytes: starts as u32, ..Launch::new(blocks + 1, threads) };
         let count_of = blocks as i32;
+        let room = i32::try_from(op.room).unwrap_or(i32::MAX);
+        let overflows = arena.address(op.overflows);
         // SAFETY: the parameters are those of each kernel, the lengths were checked.
         unsafe {
             let parameters = parameters![ids, present, tokens, first, locals, pos, histogram];
@@ -209,7 +211,7 @@ impl Here {
             self.scan.launch(stream, Launch::new(op.locals, 32), parameters)?;
             let parameters = parameters![
                 ids, weights, present, tokens, first, locals, histogram, counts, offsets, order,
-                rows, pos, row_weights
+                rows, pos, row_weights, room, overflows
             ];
             self.place.launch(stream, place, parameters)
         }

@@ -7,13 +7,15 @@
 //! addresses take like any other. What passes goes at the rate of the bus, some 50 GB/s each way.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::sys;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use super::driver::Gpu;
+use super::driver::{Arena, Gpu};
 use super::error::{CudaError, Doing};
+use super::window::Window;
 
 /// Large pages of x86: as many fewer to pin, and to give back when the process ends.
 const LARGE_PAGE: usize = 2 << 20;
@@ -60,6 +62,23 @@ impl HostMemory {
         let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.mapping.bytes);
         assert!(inside, "{bytes} bytes at {offset} of {} on the host", self.mapping.bytes);
         self.address + offset as u64
+    }
+}
+
+impl Arena {
+    /// [`Arena::new`] with `host_bytes` of the host's memory beside it, all bits zero, and
+    /// `shared_bytes` of the GPU's that peers may read.
+    pub fn in_parts(
+        gpu: &Gpu,
+        bytes: usize,
+        host_bytes: usize,
+        shared_bytes: usize,
+    ) -> Result<Arena, CudaError> {
+        let mut arena = Arena::new(gpu, bytes)?;
+        arena.host = (host_bytes > 0).then(|| HostMemory::new(gpu, host_bytes)).transpose()?;
+        let shared = (shared_bytes > 0).then(|| Window::shared(gpu, shared_bytes));
+        arena.shared = shared.transpose()?.map(Arc::new);
+        Ok(arena)
     }
 }
 

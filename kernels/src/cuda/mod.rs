@@ -26,6 +26,7 @@
 //! PeerLinks::count_rows(op)     peer_count.rs how many bytes of them pass
 //! Copies::new(gpu)               rates.rs     how fast bytes travel
 //! Window::new(bytes)            window.rs    memory that other processes map, too
+//! Growing::new(bytes)           growing.rs   addresses, and memory where it is needed
 //! Arena::in_parts(..)           host_memory.rs memory of the host that kernels work on
 //! GPU and host before an arena   room.rs      whether both have as much as is planned
 //! inspect()                     doctor.rs    what this machine has and lacks
@@ -62,6 +63,7 @@ mod fault;
 mod gate;
 mod gemm;
 mod given;
+mod growing;
 mod head;
 mod here;
 mod host_memory;

@@ -68,10 +68,11 @@ here_scan(int* histogram, int blocks, int* counts) {
 
 // rows [R], row_weights [R], pos [A, K]: the slot's row, all ones for none. Blocks as in
 // here_count; the one behind them writes offsets [G + 1] and order [G], experts heaviest first.
+// More rows than there is room for are no rows, and an overflow.
 extern "C" __global__ void __launch_bounds__(TOKENS)
 here_place(const int* ids, const float* weights, Present present, int tokens, int first,
            int locals, const int* histogram, const int* counts, int* offsets, int* order,
-           int* rows, int* pos, float* row_weights) {
+           int* rows, int* pos, float* row_weights, int room, double* overflows) {
   extern __shared__ int starts[];  // [G + 1]
   const int at = threadIdx.x, blocks = gridDim.x - 1;
   if (at < 32) {
@@ -89,15 +90,17 @@ here_place(const int* ids, const float* weights, Present present, int tokens, in
     if (at == 0) starts[locals] = carried;
   }
   __syncthreads();
+  const bool full = starts[locals] > room;
   if (blockIdx.x == blocks) {
     for (int g = at; g < locals; g += TOKENS) {
       const int own = counts[g];
       int rank = 0;
       for (int o = 0; o < locals; o++) rank += counts[o] > own || (counts[o] == own && o < g);
       order[rank] = g;
-      offsets[g] = starts[g];
+      offsets[g] = full ? 0 : starts[g];
     }
-    if (at == 0) offsets[locals] = starts[locals];
+    if (at == 0) offsets[locals] = full ? 0 : starts[locals];
+    if (at == 0 && full) *overflows += 1.0;
     return;
   }
   const int t = blockIdx.x * TOKENS + at;
@@ -106,6 +109,10 @@ here_place(const int* ids, const float* weights, Present present, int tokens, in
     const u64 slot = (u64)t * TOP_K + k;
     const int place = place_of(ids, slot, present, t, first, locals);
     if (place < 0) continue;  // `pos` is below 0 already
+    if (full) {
+      pos[slot] = -1;
+      continue;
+    }
     const int row = starts[place] + histogram[(u64)place * blocks + blockIdx.x] + pos[slot];
     rows[row] = t;
     row_weights[row] = weights[slot];

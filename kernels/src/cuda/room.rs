@@ -19,6 +19,8 @@ pub(super) struct Wanted {
     pub arena: usize,
     /// What of the arena peers may read.
     pub shared: usize,
+    /// What of the part that grows has memory from the beginning.
+    pub committed: usize,
     pub beside: usize,
     pub host: usize,
 }
@@ -70,7 +72,8 @@ pub(super) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError>
 
 fn judge(wanted: Wanted, there: There) -> Option<Lack> {
     let There { free, total, host } = there;
-    let of_device = wanted.arena.saturating_add(wanted.shared).saturating_add(wanted.beside);
+    let parts = [wanted.arena, wanted.shared, wanted.committed, wanted.beside];
+    let of_device = parts.into_iter().fold(0, usize::saturating_add);
     if of_device > free {
         return Some(Lack::Device { wanted: of_device, free, total });
     }

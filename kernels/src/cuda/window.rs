@@ -141,7 +141,7 @@ pub(super) struct Joined {
 }
 
 /// Memory is committed in pieces of this: in small ones it takes as long, in one of 60 GiB longer.
-const PIECE: usize = 1 << 30;
+pub(super) const PIECE: usize = 1 << 30;
 
 impl Joined {
     /// Maps `bytes` of `handle`, which the mapping keeps alive, behind what there is.
@@ -201,12 +201,13 @@ impl Arena {
         joined.append(window.handle, window.bytes)?;
         allow(gpu, base, whole)?;
         let (gpu, joined) = (gpu.clone(), Some(joined));
-        Ok(Arena { base, bytes: whole, gpu, joined, host: None, shared: None })
+        let (host, shared, growing) = (None, None, None);
+        Ok(Arena { base, bytes: whole, gpu, joined, host, shared, growing })
     }
 }
 
 /// What every piece of memory is a multiple of.
-fn granularity(
+pub(super) fn granularity(
     gpu: &Gpu,
     exported: sys::CUmemAllocationHandleType,
 ) -> Result<usize, CudaError> {
@@ -220,7 +221,7 @@ fn granularity(
 }
 
 /// Memory that its caller releases.
-fn create(
+pub(super) fn create(
     gpu: &Gpu,
     bytes: usize,
     exported: sys::CUmemAllocationHandleType,
@@ -238,7 +239,11 @@ fn create(
 }
 
 /// Lets `gpu` read and write what is mapped there.
-fn allow(gpu: &Gpu, address: sys::CUdeviceptr, bytes: usize) -> Result<(), CudaError> {
+pub(super) fn allow(
+    gpu: &Gpu,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+) -> Result<(), CudaError> {
     let access = sys::CUmemAccessDesc {
         location: location(gpu),
         flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,

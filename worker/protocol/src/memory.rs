@@ -468,7 +468,7 @@ pub const GENERATIONS: u64 = 2;
 const PROCESS_BYTES: u64 = 8 << 20;
 
 /// A CUDA context with the modules of a step.
-const CONTEXT_BYTES: u64 = 576 << 20;
+pub const CONTEXT_BYTES: u64 = 576 << 20;
 /// A first communicator of NCCL, with what it adds to the context.
 const LINKS_BYTES: u64 = 880 << 20;
 /// A further one, by which buckets travel beside the ops.

@@ -283,7 +283,7 @@ impl Engine {
         if summary.overflows {
             // Whatever reads the rooms is given other ones.
             self.forget_graphs();
-            return match self.model.group.grow() {
+            return match self.model.grow_routed() {
                 true => Outcome::Again,
                 false => Outcome::Broken(Some("a count of routed rows".to_string())),
             };

@@ -73,12 +73,17 @@ impl ExpertGroup {
         self.headroom = Some(headroom.max(1.0));
     }
 
-    /// Commits twice as much; false where that is the worst case already. A function of what all
+    /// Commits a quarter more; false where that is the worst case already. A function of what all
     /// ranks know, so that all grow alike.
     pub(crate) fn grow(&mut self) -> bool {
         let before = self.rooms();
-        self.headroom = self.headroom.map(|headroom| 2.0 * headroom);
+        self.headroom = self.headroom.map(|headroom| 1.25 * headroom);
         self.rooms() != before
+    }
+
+    /// What this rank has memory for.
+    pub(crate) fn room(&self) -> Room {
+        self.rooms()[self.me]
     }
 
     /// Those with which it exchanges parcels: with rails the others of its own.

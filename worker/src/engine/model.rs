@@ -8,7 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
-use crate::engine::arena::{ArenaPlanner, dtype};
+use crate::engine::arena::{ArenaPlanner, Growing, dtype, grows};
 use crate::engine::beside::Chunked;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
@@ -26,7 +26,7 @@ use moejob_kernels::{
     ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale,
 };
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
-use moejob_protocol::config::{Precision, TrainingConfig};
+use moejob_protocol::config::{Backend, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{Shape, Sums, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param, QkNorm};
@@ -56,6 +56,8 @@ pub struct Model {
     /// Its part at this rank, where experts are shared out over ranks.
     pub(crate) here: Option<Here>,
     pub group: ExpertGroup,
+    /// Routed rows that have memory for fewer than the worst case.
+    pub(crate) growing: Option<Growing>,
     pub(crate) numbers: Numbers,
     /// Layers with experts.
     pub(crate) mixture: Vec<usize>,
@@ -126,12 +128,27 @@ impl Model {
         }
         let descs = descs(config, &shape, fused, here);
         prepare(&mut device, config, &mut shape, training, &descs)?;
-        let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new() };
-        let buffers = Buffers::plan(config, &shape, &mut planner);
+        let mut group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
+        let on_gpu = training.compute.backend == Backend::Cuda;
+        if on_gpu && shape.expert_parallel > 1 {
+            // All say the same of rows, also those with memory for all of them.
+            group.commit(config.experts.routed_headroom);
+        }
+        let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new(), growing: None };
+        let mut buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
         let window = window_wanted(config, layout, training, &shape);
-        let beside = beside_arena(with_others) + window;
-        device.reserve_planned(&planner.plan, beside as usize)?;
+        let beside = (beside_arena(with_others) + window) as usize;
+        let worst = planner.plan.bytes() + planner.plan.shared_bytes() + beside;
+        if shape.expert_parallel > 1 && grows(&device, worst) {
+            let growing = Some(Growing::new(&shape));
+            planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new(), growing };
+            buffers = Buffers::plan(config, &shape, &mut planner);
+            let pieces = planner.growing.as_ref().map(|of| of.pieces(group.room().rows));
+            planner.plan.commit(pieces.unwrap_or_default());
+        }
+        let ArenaPlanner { plan, growing, .. } = planner;
+        device.reserve_planned(&plan, beside)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)
             .then(|| Places::new(config, &params, layout, rank, &shape.buckets));
@@ -163,12 +180,12 @@ impl Model {
         if shape.expert_parallel > 1 && beside.blocks > 0 {
             device.open_token_lane(LEGS * shape.chunks as usize, beside.free)?;
         }
-        let group = ExpertGroup::new(config, layout, rank, shape.tokens).along(shape.rails);
         group.write_tables(&buffers.layers, &mut device);
         let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
         let stage = if shape.trains { training.compute.zero } else { Zero::default() };
         let mut model = Model {
             turning,
+            growing,
             numbers: Numbers::new(config, layout, &params, rank, counts, count),
             group,
             mixture,

@@ -19,7 +19,6 @@ use crate::engine::chunks::{Chunk, Summed};
 use crate::engine::forward::Pass;
 use crate::engine::links::{Links, Travelling};
 use crate::engine::model::Model;
-use moejob_kernels::numbers::tally;
 use moejob_kernels::{
     Activation, Buffer, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad,
     ExpertsUp, ExpertsUpWgrad, GatherCounted, Layout as Order, MapIds, Matmul, Place,
@@ -212,7 +211,7 @@ impl Pass<'_> {
             local: routes.local,
             first: routes.first,
             offsets: moe.offsets,
-            overflows: self.model.tally().slice(tally::OVERFLOWS, 1),
+            overflows: self.model.routed_overflows(),
             segments: moe.segments,
             rows: moe.row_index,
             slots: travel.slots,

@@ -123,6 +123,11 @@ impl Portion {
         self.chunks > 1 || alone
     }
 
+    /// How many there are.
+    pub fn chunks(&self) -> usize {
+        self.chunks
+    }
+
     fn flight(&self, leg: Leg) -> usize {
         LEGS * self.at + leg as usize
     }

@@ -178,6 +178,8 @@ impl Pass<'_> {
             ranks: self.model.group.ranks.len(),
             first: first as usize,
             locals: here.desc.experts,
+            room: self.model.routed_room(portion.chunks()),
+            overflows: self.model.routed_overflows(),
             saved: tensors.saved,
         });
         let out = portion.scratch.partial;

@@ -30,6 +30,8 @@ struct Found {
     losses: Vec<f64>,
     changed: u64,
     compared: u64,
+    /// How often routed rows found no room: then the losses say nothing.
+    overflows: u64,
 }
 
 impl Engine {
@@ -46,14 +48,36 @@ impl Engine {
         if sequences == 0 {
             return Ok(None);
         }
+        self.model.set_noise(None);
+        self.model.device.await_marks();
+        loop {
+            let before = self.favourites.clone();
+            let found = self.held_out(corpus, sequences)?;
+            if found.iter().all(|of_rank| of_rank.overflows == 0) {
+                return Ok(Some(self.mean(&found, sequences)));
+            }
+            self.favourites = before;
+            self.forget_graphs();
+            if !self.model.grow_routed() {
+                let reason = "routed rows found no room in the worst case's".to_string();
+                return Err(StepError::Device(reason));
+            }
+        }
+    }
+
+    /// What all ranks find in the first `sequences`.
+    fn held_out(
+        &mut self,
+        corpus: &mut Corpus,
+        sequences: u32,
+    ) -> Result<Vec<Found>, StepError> {
         let Engine { model, links, favourites, .. } = self;
         let (sequences_each, length) = (model.shape.batch as u32, model.sequence());
         let count = sequences.div_ceil(sequences_each);
         let left = |leaf: u32| sequences - leaf * sequences_each;
         let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
         let mut own = Found::default();
-        model.set_noise(None);
-        model.device.await_marks();
+        model.device.fill_zero(model.routed_overflows());
         for round in 0..model.layout.mesh.rounds(count) {
             let tokens = |leaf: u32| model.computed_together(of_batch(leaf));
             let schedule = Schedule::new(model, round, count, |_| Aim::Activations, tokens);
@@ -72,34 +96,40 @@ impl Engine {
                 (own.changed, own.compared) = (own.changed + more, own.compared + of);
             }
         }
-        let all = links.comm().gather_all(&own.encode(), 16 + 8 * count as usize)?;
+        own.overflows = model.device.read_vec::<f64>(model.routed_overflows())[0] as u64;
+        let all = links.comm().gather_all(&own.encode(), 24 + 8 * count as usize)?;
         let found = all.iter().zip(0..).map(|(bytes, rank)| Found::decode(rank, bytes));
-        let found = found.collect::<Result<Vec<Found>, CommError>>()?;
+        Ok(found.collect::<Result<Vec<Found>, CommError>>()?)
+    }
+
+    fn mean(&self, found: &[Found], sequences: u32) -> Validation {
+        let (model, length) = (&self.model, self.model.sequence());
         let in_order = model.layout.mesh.data_group(model.rank).into_iter();
         let losses = in_order.flat_map(|rank| &found[rank as usize].losses);
         let sum = losses.fold(0.0, |sum, loss| sum + loss);
         let changed: u64 = found.iter().map(|found| found.changed).sum();
         let compared: u64 = found.iter().map(|found| found.compared).sum();
-        Ok(Some(Validation {
+        Validation {
             loss: sum / (f64::from(sequences) * length as f64),
             churn: (compared > 0).then(|| changed as f64 / compared as f64),
-        }))
+        }
     }
 }
 
 impl Found {
     fn encode(&self) -> Vec<u8> {
         let losses = self.losses.iter().map(|loss| loss.to_bits());
-        let numbers = [self.changed, self.compared].into_iter().chain(losses);
+        let numbers = [self.changed, self.compared, self.overflows].into_iter().chain(losses);
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
     fn decode(rank: u32, bytes: &[u8]) -> Result<Found, CommError> {
         let (words, rest) = bytes.as_chunks::<8>();
         let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
-        match (words.next(), words.next()) {
-            (Some(changed), Some(compared)) if rest.is_empty() => {
-                Ok(Found { losses: words.map(f64::from_bits).collect(), changed, compared })
+        match (words.next(), words.next(), words.next()) {
+            (Some(changed), Some(compared), Some(overflows)) if rest.is_empty() => {
+                let losses = words.map(f64::from_bits).collect();
+                Ok(Found { losses, changed, compared, overflows })
             }
             _ => Err(CommError::Protocol {
                 rank,
@@ -158,11 +188,11 @@ mod tests {
 
     #[test]
     fn what_was_found_travels_whole() {
-        let found =
-            Found { losses: vec![1.5, -0.0, f64::INFINITY], changed: 7, compared: u64::MAX };
+        let losses = vec![1.5, -0.0, f64::INFINITY];
+        let found = Found { losses, changed: 7, compared: u64::MAX, overflows: 2 };
         let bytes = found.encode();
         assert_eq!(Found::decode(1, &bytes), Ok(found));
-        for len in [0, 8, 15, 17, bytes.len() - 1] {
+        for len in [0, 8, 16, 23, 25, bytes.len() - 1] {
             assert!(Found::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
         }
     }
