@@ -24,7 +24,7 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -242,10 +242,15 @@ impl Fleet {
                 pods.insert(uid.clone(), Running { endings, name: name.clone() });
                 let (fleet, silent) = (Arc::clone(self), silent.subscribe());
                 tokio::spawn(async move {
-                    if let Err(error) = fleet.live(&pod, leaving, silent, asked).await {
+                    let lived = fleet.live(&pod, leaving, silent, asked).await;
+                    fleet.pods.lock().expect("no panic holds it").remove(&uid);
+                    let buried = async {
+                        lived?;
+                        fleet.bury(&pod).await
+                    };
+                    if let Err(error) = buried.await {
                         eprintln!("{name}: {error}");
                     }
-                    fleet.pods.lock().expect("no panic holds it").remove(&uid);
                 });
             }
             None => {}
@@ -322,18 +327,20 @@ impl Fleet {
         if is_worker || exit != 0 {
             patch(&pods, pod, status).await?;
         }
-        let last = timeout(Duration::from_millis(1), asked.recv()).await;
-        let leaving = matches!(last, Ok(Some(Ending::Asked)));
-        match leaving || self.is_leaving(&pods, pod).await? {
+        Ok(())
+    }
+
+    /// A pod that has ended is gone if it was deleted before it stopped being followed. Of a later
+    /// deletion a change tells.
+    async fn bury(&self, pod: &Pod) -> Result<(), Failure> {
+        let namespace = pod.namespace().unwrap_or_default();
+        let pods = Api::<Pod>::namespaced(self.client.clone(), &namespace);
+        let found = pods.get_opt(&pod.name_any()).await?;
+        let same = found.filter(|found| found.uid() == pod.uid());
+        match same.is_some_and(|found| found.metadata.deletion_timestamp.is_some()) {
             true => gone(&pods, pod).await,
             false => Ok(()),
         }
-    }
-
-    async fn is_leaving(&self, pods: &Api<Pod>, pod: &Pod) -> Result<bool, Failure> {
-        let found = pods.get_opt(&pod.name_any()).await?;
-        let same = found.filter(|found| found.uid() == pod.uid());
-        Ok(same.is_some_and(|found| found.metadata.deletion_timestamp.is_some()))
     }
 
     fn next_address(&self) -> IpAddr {
