@@ -158,11 +158,17 @@ impl Device {
     }
 
     /// Memory, all bits zero, for pieces of the part of the arena that grows: see
-    /// [`ArenaPlan::alloc_growing`]. Where there is too little, that is the device's failure.
-    pub fn commit(&mut self, pieces: &[Buffer]) {
+    /// [`ArenaPlan::alloc_growing`].
+    ///
+    /// # Errors
+    /// There is too little.
+    pub fn commit(&mut self, pieces: &[Buffer]) -> Result<(), KernelError> {
         match self {
-            Device::Cpu(_) => assert!(pieces.is_empty(), "a processor's memory comes by itself"),
-            Device::Cuda(cuda) => cuda.commit(pieces),
+            Device::Cpu(_) => {
+                assert!(pieces.is_empty(), "a processor's memory comes by itself");
+                Ok(())
+            }
+            Device::Cuda(cuda) => Ok(cuda.commit(pieces)?),
         }
     }
 

@@ -189,13 +189,13 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     let mut offsets = vec![0_u32; op.locals + 1];
     slots.clone().filter_map(here).for_each(|place| offsets[place + 1] += 1);
     (0..op.locals).for_each(|place| offsets[place + 1] += offsets[place]);
-    if offsets[op.locals] as usize > op.room {
+    let full = offsets[op.locals] as usize > op.room;
+    if full {
         let overflows = device.read_vec::<f64>(op.overflows)[0] + 1.0;
         device.write(op.overflows, &[overflows]);
-        device.write(saved.offsets, &vec![0_u32; op.locals + 1]);
-        device.write(saved.pos, &vec![NO_EXPERT; slots.len()]);
-        return;
+        offsets.fill(0);
     }
+    let here = |slot: usize| here(slot).filter(|_| !full);
     let (mut next, mut rows) = (offsets.clone(), vec![0_u32; offsets[op.locals] as usize]);
     let mut pos = vec![NO_EXPERT; slots.len()];
     for (slot, place) in slots.clone().filter_map(|slot| Some((slot, here(slot)?))) {

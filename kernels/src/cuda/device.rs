@@ -180,17 +180,10 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Memory, all bits zero, for pieces of the part of the arena that grows. A failure is the
-    /// device's.
-    pub(crate) fn commit(&mut self, pieces: &[Buffer]) {
-        self.attempt_outside("memory that grows", || Ok(()));
-        if self.check().is_err() {
-            return;
-        }
-        let CudaDevice { arena, stream, failure, .. } = self;
-        if let Err(error) = arena.commit(stream, pieces) {
-            let _ = failure.set(error.into());
-        }
+    /// Memory, all bits zero, for pieces of the part of the arena that grows.
+    pub(crate) fn commit(&mut self, pieces: &[Buffer]) -> Result<(), CudaError> {
+        self.gpu().make_current()?;
+        self.arena.commit(&self.stream, pieces)
     }
 
     pub fn gpu(&self) -> &Gpu {

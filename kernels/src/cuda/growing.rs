@@ -11,7 +11,7 @@ use cudarc::driver::{result as cu, sys};
 
 use super::driver::{Arena, Gpu, Stream};
 use super::error::{CudaError, Doing};
-use super::window::{PIECE, allow, create, granularity};
+use super::window::{Joined, granularity, pieces};
 use crate::buffer::Buffer;
 
 const NOT_EXPORTED: sys::CUmemAllocationHandleType =
@@ -19,63 +19,43 @@ const NOT_EXPORTED: sys::CUmemAllocationHandleType =
 
 #[derive(Debug)]
 pub(super) struct Growing {
-    base: sys::CUdeviceptr,
-    bytes: usize,
+    place: Joined,
     page: usize,
     /// Which pages have memory.
     pages: Vec<bool>,
-    /// Address and bytes of each mapping.
-    mapped: Vec<(sys::CUdeviceptr, usize)>,
-    gpu: Gpu,
 }
 
 impl Growing {
     pub fn new(gpu: &Gpu, bytes: usize) -> Result<Growing, CudaError> {
         let page = granularity(gpu, NOT_EXPORTED)?;
-        let bytes = bytes.max(1).next_multiple_of(page);
-        let mut base = 0;
-        // SAFETY: the target is valid for the call; given back when it is dropped.
-        unsafe { sys::cuMemAddressReserve(&mut base, bytes, 0, 0, 0) }
-            .result()
-            .doing(|| format!("reserving {bytes} bytes of addresses"))?;
-        let pages = vec![false; bytes / page];
-        Ok(Growing { base, bytes, page, pages, mapped: Vec::new(), gpu: gpu.clone() })
+        let place = Joined::reserve(gpu, bytes.max(1).next_multiple_of(page))?;
+        let pages = vec![false; place.bytes / page];
+        Ok(Growing { place, page, pages })
     }
 
     /// The address of `bytes` at `offset`, whether they have memory or not.
     pub fn address(&self, offset: usize, bytes: usize) -> u64 {
         let end = offset + bytes;
-        assert!(end <= self.bytes, "{end} is outside of {} bytes of addresses", self.bytes);
-        self.base + offset as u64
+        let all = self.place.bytes;
+        assert!(end <= all, "{end} is outside of {all} bytes of addresses");
+        self.place.base + offset as u64
     }
 
-    /// Memory for a range of bytes, as far as it has none: where it came, and how much. What came
-    /// before a failure stays.
-    pub fn commit(&mut self, range: Range<usize>) -> Result<Vec<(u64, usize)>, CudaError> {
-        let before = self.mapped.len();
-        for run in without_memory(&self.pages, self.page, range) {
-            let end = run.end * self.page;
-            let mut at = run.start * self.page;
-            while at < end {
-                let bytes = PIECE.min(end - at);
-                self.map(at, bytes)?;
-                self.pages[at / self.page..(at + bytes) / self.page].fill(true);
-                at += bytes;
+    /// Memory, all bits zero, for a range of bytes as far as it has none. What came before a
+    /// failure stays.
+    fn commit(&mut self, stream: &Stream, range: Range<usize>) -> Result<(), CudaError> {
+        let page = self.page;
+        for run in without_memory(&self.pages, page, range) {
+            for piece in pieces(run.start * page..run.end * page) {
+                let (address, bytes) = (self.address(piece.start, piece.len()), piece.len());
+                self.place.fill(piece.clone(), NOT_EXPORTED)?;
+                self.pages[piece.start / page..piece.end / page].fill(true);
+                // SAFETY: mapped just now, for us alone.
+                unsafe { cu::memset_d8_async(address, 0, bytes, stream.handle()) }
+                    .doing(|| format!("filling {bytes} bytes that an arena has grown by"))?;
             }
         }
-        Ok(self.mapped[before..].to_vec())
-    }
-
-    fn map(&mut self, offset: usize, bytes: usize) -> Result<(), CudaError> {
-        let address = self.base + offset as u64;
-        let handle = create(&self.gpu, bytes, NOT_EXPORTED)?;
-        // SAFETY: a part of the reserved range where nothing is mapped, the memory is as long.
-        let mapped = unsafe { sys::cuMemMap(address, bytes, 0, handle, 0) };
-        // SAFETY: created above; from here on the mapping alone keeps the memory.
-        let _ = unsafe { sys::cuMemRelease(handle) };
-        mapped.result().doing(|| format!("mapping {bytes} bytes that an arena grows by"))?;
-        self.mapped.push((address, bytes));
-        allow(&self.gpu, address, bytes)
+        Ok(())
     }
 }
 
@@ -91,11 +71,7 @@ impl Arena {
         for piece in pieces {
             let offset = piece.offset_growing().expect("a piece of the part that grows");
             let growing = self.growing.as_mut().expect("an arena with a part that grows");
-            for (address, bytes) in growing.commit(offset..offset + piece.bytes())? {
-                // SAFETY: mapped just now, for us alone.
-                unsafe { cu::memset_d8_async(address, 0, bytes, stream.handle()) }
-                    .doing(|| format!("filling {bytes} bytes that an arena has grown by"))?;
-            }
+            growing.commit(stream, offset..offset + piece.bytes())?;
         }
         Ok(())
     }
@@ -114,19 +90,6 @@ fn without_memory(pages: &[bool], page: usize, range: Range<usize>) -> Vec<Range
         }
     }
     runs
-}
-
-impl Drop for Growing {
-    /// Does not wait: the arena has waited for the streams that use it.
-    fn drop(&mut self) {
-        // SAFETY: reserved and mapped by us, each undone once; the streams are drained.
-        unsafe {
-            for (address, bytes) in &self.mapped {
-                let _ = sys::cuMemUnmap(*address, *bytes);
-            }
-            let _ = sys::cuMemAddressFree(self.base, self.bytes);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! `Arena::joined` is an arena at whose end a window lies: what peers store there is a buffer.
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
@@ -131,35 +132,63 @@ impl Drop for Window {
     }
 }
 
-/// Memory of its own and a window's, in one range of addresses.
+/// A range of addresses, and the memory of a GPU that is mapped there.
 #[derive(Debug)]
 pub(super) struct Joined {
-    base: sys::CUdeviceptr,
-    bytes: usize,
-    /// Bytes of each mapping, one behind the other.
-    mapped: Vec<usize>,
+    pub base: sys::CUdeviceptr,
+    pub bytes: usize,
+    /// Address and bytes of each mapping.
+    mapped: Vec<(sys::CUdeviceptr, usize)>,
+    gpu: Gpu,
 }
 
 /// Memory is committed in pieces of this: in small ones it takes as long, in one of 60 GiB longer.
-pub(super) const PIECE: usize = 1 << 30;
+const PIECE: usize = 1 << 30;
+
+/// A range of bytes in the pieces in which memory for it is made.
+pub(super) fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(PIECE).map(move |at| at..range.end.min(at + PIECE))
+}
 
 impl Joined {
-    /// Maps `bytes` of `handle`, which the mapping keeps alive, behind what there is.
-    fn append(
+    /// Addresses without memory.
+    pub fn reserve(gpu: &Gpu, bytes: usize) -> Result<Joined, CudaError> {
+        let mut base = 0;
+        // SAFETY: the target is valid for the call; given back when it is dropped.
+        unsafe { sys::cuMemAddressReserve(&mut base, bytes, 0, 0, 0) }
+            .result()
+            .doing(|| format!("reserving {bytes} bytes of addresses"))?;
+        Ok(Joined { base, bytes, mapped: Vec::new(), gpu: gpu.clone() })
+    }
+
+    /// Maps `bytes` of `handle`, which the mapping keeps alive, at `offset`, where nothing is.
+    fn map(
         &mut self,
+        offset: usize,
         handle: sys::CUmemGenericAllocationHandle,
         bytes: usize,
     ) -> Result<(), CudaError> {
+        let address = self.base + offset as u64;
+        assert!(offset + bytes <= self.bytes, "{offset} and {bytes} of {self:?}");
         // SAFETY: the range was reserved and nothing is mapped there, the memory is as long.
-        unsafe { sys::cuMemMap(self.base + self.end() as u64, bytes, 0, handle, 0) }
+        unsafe { sys::cuMemMap(address, bytes, 0, handle, 0) }
             .result()
             .doing(|| format!("mapping {bytes} bytes of an arena"))?;
-        self.mapped.push(bytes);
-        Ok(())
+        self.mapped.push((address, bytes));
+        allow(&self.gpu, address, bytes)
     }
 
-    fn end(&self) -> usize {
-        self.mapped.iter().sum()
+    /// New memory for a range in which nothing is mapped.
+    pub fn fill(
+        &mut self,
+        range: Range<usize>,
+        exported: sys::CUmemAllocationHandleType,
+    ) -> Result<(), CudaError> {
+        let handle = create(&self.gpu, range.len(), exported)?;
+        let mapped = self.map(range.start, handle, range.len());
+        // SAFETY: created above; from here on the mapping alone keeps the memory.
+        let _ = unsafe { sys::cuMemRelease(handle) };
+        mapped
     }
 }
 
@@ -168,10 +197,8 @@ impl Drop for Joined {
     fn drop(&mut self) {
         // SAFETY: reserved and mapped by us, each undone once; the streams are drained.
         unsafe {
-            let mut at = self.base;
-            for bytes in &self.mapped {
-                let _ = sys::cuMemUnmap(at, *bytes);
-                at += *bytes as u64;
+            for (address, bytes) in &self.mapped {
+                let _ = sys::cuMemUnmap(*address, *bytes);
             }
             let _ = sys::cuMemAddressFree(self.base, self.bytes);
         }
@@ -184,23 +211,12 @@ impl Arena {
     pub fn joined(gpu: &Gpu, bytes: usize, window: &Window) -> Result<Arena, CudaError> {
         let own = bytes.max(1).next_multiple_of(granularity(gpu, POSIX_FILE)?);
         let whole = own + window.bytes;
-        let mut base = 0;
-        // SAFETY: the target is valid for the call; given back when it is dropped.
-        unsafe { sys::cuMemAddressReserve(&mut base, whole, 0, 0, 0) }
-            .result()
-            .doing(|| format!("reserving {whole} bytes of addresses"))?;
-        let mut joined = Joined { base, bytes: whole, mapped: Vec::new() };
-        while joined.end() < own {
-            let piece = PIECE.min(own - joined.end());
-            let handle = create(gpu, piece, POSIX_FILE)?;
-            let mapped = joined.append(handle, piece);
-            // SAFETY: created above; from here on the mapping alone keeps the memory.
-            let _ = unsafe { sys::cuMemRelease(handle) };
-            mapped?;
+        let mut joined = Joined::reserve(gpu, whole)?;
+        for piece in pieces(0..own) {
+            joined.fill(piece, POSIX_FILE)?;
         }
-        joined.append(window.handle, window.bytes)?;
-        allow(gpu, base, whole)?;
-        let (gpu, joined) = (gpu.clone(), Some(joined));
+        joined.map(own, window.handle, window.bytes)?;
+        let (gpu, base, joined) = (gpu.clone(), joined.base, Some(joined));
         let (host, shared, growing) = (None, None, None);
         Ok(Arena { base, bytes: whole, gpu, joined, host, shared, growing })
     }
@@ -221,7 +237,7 @@ pub(super) fn granularity(
 }
 
 /// Memory that its caller releases.
-pub(super) fn create(
+fn create(
     gpu: &Gpu,
     bytes: usize,
     exported: sys::CUmemAllocationHandleType,
@@ -239,11 +255,7 @@ pub(super) fn create(
 }
 
 /// Lets `gpu` read and write what is mapped there.
-pub(super) fn allow(
-    gpu: &Gpu,
-    address: sys::CUdeviceptr,
-    bytes: usize,
-) -> Result<(), CudaError> {
+fn allow(gpu: &Gpu, address: sys::CUdeviceptr, bytes: usize) -> Result<(), CudaError> {
     let access = sys::CUmemAccessDesc {
         location: location(gpu),
         flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,

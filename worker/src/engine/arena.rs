@@ -6,26 +6,27 @@
 //! and more when a step has found too little ([`Growing`]).
 
 use crate::engine::model::Model;
+use crate::engine::portion::part;
+use crate::engine::step::{Engine, StepError};
+use crate::failure::chain;
 use moejob_kernels::numbers::tally;
 use moejob_kernels::{ArenaPlan, Buffer, DType, Device, StepNumbers};
+use moejob_protocol::buffers::Buffers;
 use moejob_protocol::memory::{CONTEXT_BYTES, Kind, Planner, Rows, Shape};
+use moejob_protocol::model::ModelConfig;
 
 /// The device's arena, from the list that the plan counts.
-pub(super) struct ArenaPlanner<'a> {
-    pub shape: &'a Shape,
-    pub plan: ArenaPlan,
+struct ArenaPlanner<'a> {
+    shape: &'a Shape,
+    plan: ArenaPlan,
     /// What has memory in part, if anything is to.
-    pub growing: Option<Growing>,
+    growing: Option<Growing>,
 }
 
-/// Buffers of routed rows that have memory for some of them.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Growing {
-    /// Each of the rows of the worst case, in as many equal parts as there are chunks.
-    buffers: Vec<Buffer>,
-    rows: usize,
-    chunks: usize,
-}
+/// Buffers of routed rows that have memory for some of them: each of the rows of the worst case, in
+/// as many equal parts as there are chunks.
+#[derive(Debug, Default)]
+pub(crate) struct Growing(Vec<Buffer>);
 
 /// Kernels read whole tiles of rows, of which the last may end behind the last row.
 const TILE_ROWS: usize = 1024;
@@ -35,39 +36,56 @@ const PLANNED_MAX: usize = 85;
 /// `grows`: they grow however much memory there is, to try it.
 const ENV_ROUTED: &str = "MOEJOB_ROUTED";
 
+/// All buffers, their plan, and what of it grows, with memory for `rows` at first. A GPU needs
+/// `beside` bytes beside the arena.
+pub(super) fn lay_out(
+    config: &ModelConfig,
+    shape: &Shape,
+    device: &Device,
+    (beside, rows): (usize, usize),
+) -> (Buffers<Buffer>, ArenaPlan, Option<Growing>) {
+    let planned = |growing| {
+        let mut planner = ArenaPlanner { shape, plan: ArenaPlan::new(), growing };
+        let buffers = Buffers::plan(config, shape, &mut planner);
+        (buffers, planner.plan, planner.growing)
+    };
+    let whole = planned(None);
+    let worst = whole.1.bytes() + whole.1.shared_bytes() + beside;
+    if shape.expert_parallel == 1 || !grows(device, worst) {
+        return whole;
+    }
+    let (buffers, mut plan, growing) = planned(Some(Growing::default()));
+    plan.commit(growing.iter().flat_map(|growing| growing.pieces(shape, rows)));
+    (buffers, plan, growing)
+}
+
 /// Whether routed rows have memory for fewer than the worst case, which takes so many bytes.
-pub(super) fn grows(device: &Device, worst: usize) -> bool {
+fn grows(device: &Device, worst: usize) -> bool {
     let Some(share) = device.memory_share() else { return false };
     let said = std::env::var(ENV_ROUTED).is_ok_and(|said| said == "grows");
     said || worst + CONTEXT_BYTES as usize > share / 100 * PLANNED_MAX
 }
 
 impl Growing {
-    /// Of `rows` in the worst case.
-    pub fn new(shape: &Shape) -> Growing {
-        let (rows, chunks) = (shape.worst.routed as usize, shape.chunks as usize);
-        Growing { buffers: Vec::new(), rows, chunks }
-    }
-
     /// What has memory where there is room for `rows` of all chunks.
-    pub fn pieces(&self, rows: usize) -> Vec<Buffer> {
-        let of_chunk = rows.div_ceil(self.chunks) + TILE_ROWS;
+    fn pieces(&self, shape: &Shape, rows: usize) -> Vec<Buffer> {
+        let (worst, chunks) = (shape.worst.routed as usize, shape.chunks as usize);
+        let of_chunk = rows.div_ceil(chunks) + TILE_ROWS;
         let piece = |(buffer, chunk): (&Buffer, usize)| {
-            let part = buffer.len() / self.chunks;
-            let of_row = buffer.len() / self.rows.max(1);
-            buffer.slice(chunk * part, (of_chunk * of_row).min(part))
+            let (all, of_row) = (part(*buffer, chunk, chunks), buffer.len() / worst.max(1));
+            all.slice(0, (of_chunk * of_row).min(all.len()))
         };
-        let chunks = |buffer| (0..self.chunks).map(move |chunk| (buffer, chunk));
-        self.buffers.iter().flat_map(chunks).map(piece).collect()
+        let each = |buffer| (0..chunks).map(move |chunk| (buffer, chunk));
+        self.0.iter().flat_map(each).map(piece).collect()
     }
 }
 
 impl Model {
-    /// Rows of one of so many chunks for which this rank has memory.
-    pub(crate) fn routed_room(&self, chunks: usize) -> usize {
+    /// Rows of a chunk for which this rank has memory.
+    pub(crate) fn routed_room(&self) -> usize {
         match (&self.growing, &self.device) {
             (None, Device::Cuda(_)) => self.shape.worst.routed as usize,
-            _ => self.group.room().rows.div_ceil(chunks),
+            _ => self.group.room().rows.div_ceil(self.shape.chunks as usize),
         }
     }
 
@@ -78,18 +96,27 @@ impl Model {
             None => self.tally().slice(tally::OVERFLOWS, 1),
         }
     }
+}
 
+impl Engine {
     /// Memory for more routed rows; false where there is some for the worst case already.
-    pub(crate) fn grow_routed(&mut self) -> bool {
-        if !self.group.grow() {
-            return false;
+    ///
+    /// # Errors
+    /// The device has too little.
+    pub(crate) fn grow_routed(&mut self) -> Result<bool, StepError> {
+        // Whatever reads the rooms is given other ones.
+        self.forget_graphs();
+        let Model { group, growing, shape, device, .. } = &mut self.model;
+        if !group.grow() {
+            return Ok(false);
         }
-        let rows = self.group.room().rows;
-        if let Some(growing) = &self.growing {
-            self.device.commit(&growing.pieces(rows));
+        if let Some(growing) = growing {
+            let rows = group.room().rows;
+            let grown = device.commit(&growing.pieces(shape, rows));
+            grown.map_err(|error| StepError::Device(chain(&error)))?;
             tracing::info!("routed rows found no memory; there is some for {rows} a layer now");
         }
-        true
+        Ok(true)
     }
 }
 
@@ -115,7 +142,7 @@ impl Planner for ArenaPlanner<'_> {
         match &mut self.growing {
             Some(growing) if rows == Rows::Routed => {
                 let buffer = self.plan.alloc_growing(dtype(kind), len);
-                growing.buffers.push(buffer);
+                growing.0.push(buffer);
                 buffer
             }
             _ => self.plan.alloc(dtype(kind), len),

@@ -188,7 +188,7 @@ impl Engine {
         let (mut halvings, mut runs) = (0, 1);
         let mut behind = Vec::new();
         loop {
-            let outcome = self.outcome(&summary, scaling, &mut halvings, &mut runs, runs_max);
+            let outcome = self.outcome(&summary, scaling, &mut halvings, &mut runs, runs_max)?;
             if let Outcome::Done = outcome {
                 break;
             }
@@ -275,30 +275,28 @@ impl Engine {
         halvings: &mut u32,
         runs: &mut u32,
         runs_max: u32,
-    ) -> Outcome {
+    ) -> Result<Outcome, StepError> {
         if !summary.skipped {
-            return Outcome::Done;
+            return Ok(Outcome::Done);
         }
         self.model.scaling = scaling;
         if summary.overflows {
-            // Whatever reads the rooms is given other ones.
-            self.forget_graphs();
-            return match self.model.grow_routed() {
+            return Ok(match self.grow_routed()? {
                 true => Outcome::Again,
                 false => Outcome::Broken(Some("a count of routed rows".to_string())),
-            };
+            });
         }
         if *halvings < HALVINGS_MAX && self.halve(summary) {
             *halvings += 1;
-            return Outcome::Again;
+            return Ok(Outcome::Again);
         }
-        match *runs < runs_max {
+        Ok(match *runs < runs_max {
             true => {
                 *runs += 1;
                 Outcome::Again
             }
             false => Outcome::Broken(None),
-        }
+        })
     }
 
     /// Moves the loss scale after an overflow; whether it is smaller then.

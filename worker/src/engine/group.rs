@@ -81,11 +81,6 @@ impl ExpertGroup {
         self.rooms() != before
     }
 
-    /// What this rank has memory for.
-    pub(crate) fn room(&self) -> Room {
-        self.rooms()[self.me]
-    }
-
     /// Those with which it exchanges parcels: with rails the others of its own.
     pub(crate) fn partners(&self) -> Vec<u32> {
         match self.rails {
@@ -98,17 +93,24 @@ impl ExpertGroup {
     /// What each rank has memory for. A processor's memory is committed page by page as it is
     /// touched, so that there is room for the worst case from the beginning.
     pub(crate) fn rooms(&self) -> Vec<Room> {
-        let room = |[balanced, worst]: &[RowCounts; 2]| {
-            let rows = |even: u64, most: u64| match self.headroom {
-                Some(headroom) => ((even as f64 * headroom).ceil() as u64).min(most) as usize,
-                None => most as usize,
-            };
-            Room {
-                rows: rows(balanced.routed, worst.routed),
-                tokens: rows(balanced.arrived, worst.arrived),
-            }
+        (0..self.counts.len()).map(|position| self.room_of(position)).collect()
+    }
+
+    /// What this rank has memory for.
+    pub(crate) fn room(&self) -> Room {
+        self.room_of(self.me)
+    }
+
+    fn room_of(&self, position: usize) -> Room {
+        let [balanced, worst] = &self.counts[position];
+        let rows = |even: u64, most: u64| match self.headroom {
+            Some(headroom) => ((even as f64 * headroom).ceil() as u64).min(most) as usize,
+            None => most as usize,
         };
-        self.counts.iter().map(room).collect()
+        Room {
+            rows: rows(balanced.routed, worst.routed),
+            tokens: rows(balanced.arrived, worst.arrived),
+        }
     }
 
     /// Nothing travels.

@@ -8,7 +8,7 @@
 //!
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
-use crate::engine::arena::{ArenaPlanner, Growing, dtype, grows};
+use crate::engine::arena::{Growing, dtype, lay_out};
 use crate::engine::beside::Chunked;
 use crate::engine::fused;
 use crate::engine::gate::Noise;
@@ -134,20 +134,11 @@ impl Model {
             // All say the same of rows, also those with memory for all of them.
             group.commit(config.experts.routed_headroom);
         }
-        let mut planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new(), growing: None };
-        let mut buffers = Buffers::plan(config, &shape, &mut planner);
         let with_others = layout.mesh.world() > 1;
         let window = window_wanted(config, layout, training, &shape);
         let beside = (beside_arena(with_others) + window) as usize;
-        let worst = planner.plan.bytes() + planner.plan.shared_bytes() + beside;
-        if shape.expert_parallel > 1 && grows(&device, worst) {
-            let growing = Some(Growing::new(&shape));
-            planner = ArenaPlanner { shape: &shape, plan: ArenaPlan::new(), growing };
-            buffers = Buffers::plan(config, &shape, &mut planner);
-            let pieces = planner.growing.as_ref().map(|of| of.pieces(group.room().rows));
-            planner.plan.commit(pieces.unwrap_or_default());
-        }
-        let ArenaPlanner { plan, growing, .. } = planner;
+        let room = (beside, group.room().rows);
+        let (buffers, plan, growing) = lay_out(config, &shape, &device, room);
         device.reserve_planned(&plan, beside)?;
         let params = config.params();
         let places = (shape.types.sums == Sums::Buckets)

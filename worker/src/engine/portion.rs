@@ -123,11 +123,6 @@ impl Portion {
         self.chunks > 1 || alone
     }
 
-    /// How many there are.
-    pub fn chunks(&self) -> usize {
-        self.chunks
-    }
-
     fn flight(&self, leg: Leg) -> usize {
         LEGS * self.at + leg as usize
     }
@@ -215,7 +210,7 @@ impl Pass<'_> {
 }
 
 /// The part at `at` of a buffer that has as much in each of `parts`.
-fn part(all: Buffer, at: usize, parts: usize) -> Buffer {
+pub(crate) fn part(all: Buffer, at: usize, parts: usize) -> Buffer {
     let len = all.len() / parts;
     all.slice(at * len, len)
 }

@@ -178,7 +178,7 @@ impl Pass<'_> {
             ranks: self.model.group.ranks.len(),
             first: first as usize,
             locals: here.desc.experts,
-            room: self.model.routed_room(portion.chunks()),
+            room: self.model.routed_room(),
             overflows: self.model.routed_overflows(),
             saved: tensors.saved,
         });

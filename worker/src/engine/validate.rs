@@ -51,32 +51,30 @@ impl Engine {
         self.model.set_noise(None);
         self.model.device.await_marks();
         loop {
-            let before = self.favourites.clone();
-            let found = self.held_out(corpus, sequences)?;
+            let (found, now) = self.held_out(corpus, sequences)?;
             if found.iter().all(|of_rank| of_rank.overflows == 0) {
+                self.favourites.0.extend(now.0);
                 return Ok(Some(self.mean(&found, sequences)));
             }
-            self.favourites = before;
-            self.forget_graphs();
-            if !self.model.grow_routed() {
+            if !self.grow_routed()? {
                 let reason = "routed rows found no room in the worst case's".to_string();
                 return Err(StepError::Device(reason));
             }
         }
     }
 
-    /// What all ranks find in the first `sequences`.
+    /// What all ranks find in the first `sequences`, and the favourites of this one's tokens.
     fn held_out(
         &mut self,
         corpus: &mut Corpus,
         sequences: u32,
-    ) -> Result<Vec<Found>, StepError> {
+    ) -> Result<(Vec<Found>, Favourites), StepError> {
         let Engine { model, links, favourites, .. } = self;
         let (sequences_each, length) = (model.shape.batch as u32, model.sequence());
         let count = sequences.div_ceil(sequences_each);
         let left = |leaf: u32| sequences - leaf * sequences_each;
         let of_batch = |leaf: u32| left(leaf).min(sequences_each) as usize * length;
-        let mut own = Found::default();
+        let (mut own, mut now) = (Found::default(), Favourites::default());
         model.device.fill_zero(model.routed_overflows());
         for round in 0..model.layout.mesh.rounds(count) {
             let tokens = |leaf: u32| model.computed_together(of_batch(leaf));
@@ -92,14 +90,16 @@ impl Engine {
             links.check()?;
             if let Some(leaf) = schedule.own {
                 own.losses.push(model.read_loss());
-                let (more, of) = favourites.churn(leaf, model.favourites(of_batch(leaf)));
+                let chosen = model.favourites(of_batch(leaf));
+                let (more, of) = favourites.churn(leaf, &chosen);
                 (own.changed, own.compared) = (own.changed + more, own.compared + of);
+                now.0.insert(leaf, chosen);
             }
         }
         own.overflows = model.device.read_vec::<f64>(model.routed_overflows())[0] as u64;
         let all = links.comm().gather_all(&own.encode(), 24 + 8 * count as usize)?;
         let found = all.iter().zip(0..).map(|(bytes, rank)| Found::decode(rank, bytes));
-        Ok(found.collect::<Result<Vec<Found>, CommError>>()?)
+        Ok((found.collect::<Result<Vec<Found>, CommError>>()?, now))
     }
 
     fn mean(&self, found: &[Found], sequences: u32) -> Validation {
@@ -143,12 +143,12 @@ impl Found {
 impl Favourites {
     /// Compares the favourites of a held-out micro-batch with those of the last time: how many
     /// changed, of how many; (0, 0) the first time.
-    fn churn(&mut self, micro_batch: u32, now: Vec<u32>) -> (u64, u64) {
-        let before = self.0.insert(micro_batch, now.clone());
+    fn churn(&self, micro_batch: u32, now: &[u32]) -> (u64, u64) {
+        let before = self.0.get(&micro_batch);
         match before.filter(|before| before.len() == now.len()) {
             None => (0, 0),
             Some(before) => {
-                let changed = before.iter().zip(&now).filter(|(before, now)| before != now);
+                let changed = before.iter().zip(now).filter(|(before, now)| before != now);
                 (changed.count() as u64, now.len() as u64)
             }
         }
@@ -192,7 +192,7 @@ mod tests {
         let found = Found { losses, changed: 7, compared: u64::MAX, overflows: 2 };
         let bytes = found.encode();
         assert_eq!(Found::decode(1, &bytes), Ok(found));
-        for len in [0, 8, 16, 23, 25, bytes.len() - 1] {
+        for len in [0, 8, 15, 16, 17, 23, 25, bytes.len() - 1] {
             assert!(Found::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
         }
     }
