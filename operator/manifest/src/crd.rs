@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 /// The definition's own name.
 pub const NAME: &str = "moejobs.moejob.dev";
 
+/// Positive numbers of a spec are not smaller: fp32 has all their digits.
+pub const FP32_MIN: f64 = 1.2e-38;
+
 /// The longest name of a job: `NAME-a4294967295-4096` must fit the 63 characters of a DNS label.
 pub const NAME_LEN_MAX: usize = 45;
 
@@ -49,6 +52,7 @@ pub fn definition() -> Value {
     let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
     schema["description"] = json!("A mixture-of-experts training job.");
     strict(schema);
+    held_in_fp32(&mut schema["properties"]["spec"]);
     for (path, value) in DEFAULTS {
         let field = path.split('.').fold(&mut schema["properties"]["spec"], |field, name| {
             &mut field["properties"][name]
@@ -111,6 +115,26 @@ fn compare(path: &str, ours: &Value, served: &Value, found: &mut Vec<String>) {
         if ours[inner].is_object() {
             compare(path, &ours[inner], &served[inner], found);
         }
+    }
+}
+
+/// Jobs compute in fp32 at the most exact. What that holds as nothing, or as a number without all its
+/// digits, is another number than was typed: an epsilon of 0 divides by 0.
+fn held_in_fp32(schema: &mut Value) {
+    let is_number = schema["type"] == "number";
+    match schema {
+        Value::Object(fields) => {
+            if is_number {
+                let rule = json!({
+                    "rule": format!("self == 0.0 || self >= {FP32_MIN:e}"),
+                    "message": format!("0, or {FP32_MIN:e} or more: fp32 holds nothing smaller"),
+                });
+                fields.insert("x-kubernetes-validations".to_string(), json!([rule]));
+            }
+            fields.values_mut().for_each(held_in_fp32);
+        }
+        Value::Array(items) => items.iter_mut().for_each(held_in_fp32),
+        _ => {}
     }
 }
 

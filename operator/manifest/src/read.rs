@@ -4,7 +4,7 @@
 //! with a problem is left out of the typed spec and its path remembered, so that the rules of
 //! `job.rs` still see all the rest and say nothing twice.
 
-use crate::crd;
+use crate::crd::{self, FP32_MIN};
 use crate::problem::{Code, Problem, nearest, quoted};
 use crate::spec::MoeJobSpec;
 use crate::yaml::{self, Entry, Node, Value};
@@ -387,6 +387,11 @@ impl Walk {
         let below = if exclusive(schema, "Maximum") { number < most } else { number <= most };
         if !(number.is_finite() && above && below) {
             return self.typed(Code::OutOfRange, node, text, &allowed, IN_RANGE, path);
+        }
+        if number != 0.0 && number.abs() < FP32_MIN {
+            let allowed = format!("{allowed}; above 0 at least {FP32_MIN:e}");
+            let advice = "fp32 holds nothing smaller: choose a larger number";
+            return self.typed(Code::OutOfRange, node, text, &allowed, advice, path);
         }
         Some(json!(number))
     }

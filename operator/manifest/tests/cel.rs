@@ -108,6 +108,7 @@ const CREATED: &[(&str, &str, &str)] = &[
     ("train: {", "train: { jsonl: { paths: [a] },", "one of text, jsonl, tokens, megatron"),
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),
+    ("3.0e-3", "3.0e-39", "fp32 holds nothing smaller"),
     ("  checkpoint:", "  volumes: [{ mountPath: a }]\n  checkpoint:", "claim or configMap"),
     ("  checkpoint:", "  parallelism: { expert: none }\n  checkpoint:", "or auto"),
 ];

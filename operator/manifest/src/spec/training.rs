@@ -320,11 +320,11 @@ pub struct AdamWSpec {
     /// The peak of the learning rate. Default: 4e-4.
     #[schemars(range(max = 10.0), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
     pub learning_rate: Option<f64>,
-    /// Decay of the mean of the gradient. Default: 0.9.
-    #[schemars(range(min = 0.0), extend("maximum" = 1.0, "exclusiveMaximum" = true))]
+    /// Decay of the mean of the gradient; in fp32 it is below 1. Default: 0.9.
+    #[schemars(range(min = 0.0, max = 0.9999999))]
     pub beta1: Option<f64>,
-    /// Decay of the mean of its square. Default: 0.95.
-    #[schemars(range(min = 0.0), extend("maximum" = 1.0, "exclusiveMaximum" = true))]
+    /// Decay of the mean of its square; in fp32 it is below 1. Default: 0.95.
+    #[schemars(range(min = 0.0, max = 0.9999999))]
     pub beta2: Option<f64>,
     /// Added outside the root. Default: 1e-8.
     #[schemars(range(max = 1.0), extend("minimum" = 0.0, "exclusiveMinimum" = true))]
