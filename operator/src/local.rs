@@ -21,7 +21,8 @@ use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
 use folder::{Folder, FolderError, JobFile};
 use moe_worker::attempt::records::{self, Records};
-use moe_worker::checkpoint::{self, Disk, Refusal};
+use moe_worker::checkpoint::aside::{Put, WAYS_ON, set_aside};
+use moe_worker::checkpoint::{self, Disk, Newest, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
@@ -60,6 +61,8 @@ pub struct Options {
     pub tfevents: bool,
     /// The MLflow server that is told of the run.
     pub mlflow: Option<Tracking>,
+    /// It begins at step 0 although checkpoints are there that cannot be used.
+    pub fresh: bool,
 }
 
 /// Runs a job to its end, in `dir`. Returns the exit code.
@@ -83,6 +86,15 @@ pub enum LocalError {
     Spawn(#[source] std::io::Error),
     #[error("cannot read the checkpoints of this run")]
     Checkpoints(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("no checkpoint in {} can be used: {}\n  {WAYS_ON}", .0.name, .0.why())]
+    Refused(Refusal),
+    #[error(
+        "--fresh: {name} in {location} is whole, and the run goes on from it; give the job another \
+         --name to begin anew"
+    )]
+    Usable { name: String, location: String },
+    #[error("--fresh: {name} cannot be set aside: {why}; move it away by hand")]
+    NotAside { name: String, why: String },
     #[error("the asynchronous runtime failed")]
     Runtime(#[from] std::io::Error),
 }
@@ -91,7 +103,8 @@ impl LocalError {
     pub fn exit_code(&self) -> i32 {
         match self {
             LocalError::Folder(error) => error.exit_code(),
-            LocalError::Checkpoints(_) => 3,
+            LocalError::Checkpoints(_) | LocalError::Refused(_) => 3,
+            LocalError::Usable { .. } => 2,
             _ => 1,
         }
     }
@@ -128,6 +141,7 @@ impl Runner {
         let location = PathBuf::from(&job.places.checkpoints);
         let newest = checkpoint::newest_usable(&Disk::real(), &location)
             .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
+        let passed_over = pass_over(&location, &newest, options.fresh, steps)?;
         let stored = newest.usable;
         let stored = stored.map(|of| CheckpointStatus { step: of.step, name: of.name });
         let nodes = (0..job.job.nodes.max + job.job.nodes.spares).map(|index| {
@@ -163,18 +177,18 @@ impl Runner {
             told,
             changes,
         };
-        runner.tell_refused(&newest.refused);
+        runner.tell_refused(&newest.refused, &passed_over);
         jump.into_iter().for_each(|jump| runner.progress.note(&jump));
         Ok(runner)
     }
 
-    /// Damaged checkpoints are named, and the one before them is used.
-    fn tell_refused(&mut self, refused: &[Refusal]) {
-        for refusal in refused {
-            let message = refusal.to_string();
+    /// Checkpoints that are refused are named, with what became of each.
+    fn tell_refused(&mut self, refused: &[Refusal], became: &[String]) {
+        for (refusal, became) in refused.iter().zip(became) {
+            let message = format!("{refusal}; {became}");
             self.progress.note(&message);
             let details = [("name", Detail::Text(refusal.name.clone()))];
-            self.event(EventKind::CheckpointRefused, "Damaged", &message, &details);
+            self.event(EventKind::CheckpointRefused, refusal.reason(), &message, &details);
         }
     }
 
@@ -295,7 +309,7 @@ impl Runner {
                 }
             }
             // It is told with the worker's end, or with the job's.
-            Up::Failed { exit_code, message } => self.words.failed(name, *exit_code, message),
+            Up::Failed { exit_code, message, .. } => self.words.failed(name, *exit_code, message),
             _ => {}
         }
     }
@@ -548,6 +562,55 @@ impl Runner {
             self.progress.note(&format!("cannot write to events.jsonl: {error}"));
         }
     }
+}
+
+/// What becomes of each refused checkpoint, in words: all are set aside, unless nothing is to be
+/// trained.
+///
+/// # Errors
+/// Nothing can be used of what is there, and nobody asked to begin anew; or somebody did, and
+/// something can be used.
+fn pass_over(
+    location: &Path,
+    newest: &Newest,
+    fresh: bool,
+    steps: u64,
+) -> Result<Vec<String>, LocalError> {
+    match (&newest.usable, fresh) {
+        (Some(found), true) => {
+            let (name, location) = (found.name.clone(), location.display().to_string());
+            return Err(LocalError::Usable { name, location });
+        }
+        (None, false) => newest.none_usable(location).map_or(Ok(()), |refusal| {
+            Err(LocalError::Refused(refusal))
+        })?,
+        _ => {}
+    }
+    let (used, done) = match &newest.usable {
+        Some(found) => (format!("{} is used", found.name), found.step >= steps),
+        None => ("the run begins at step 0".to_string(), false),
+    };
+    let mut became = Vec::new();
+    for refusal in &newest.refused {
+        if done {
+            became.push(used.clone());
+            continue;
+        }
+        became.push(match set_aside(&Disk::real(), location, refusal) {
+            Ok(Put::Stays { other }) if fresh => {
+                let why = format!("{other} is kept already");
+                return Err(LocalError::NotAside { name: refusal.name.clone(), why });
+            }
+            Ok(put) => format!("{}; {used}", put.words()),
+            Err(error) if fresh => {
+                let (name, why) = (refusal.name.clone(), error.to_string());
+                return Err(LocalError::NotAside { name, why });
+            }
+            // The worker tries it again, and has patience.
+            Err(error) => format!("it is not set aside yet: {error}; {used}"),
+        });
+    }
+    Ok(became)
 }
 
 fn line(

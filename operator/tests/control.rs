@@ -105,7 +105,7 @@ async fn a_panic_of_the_trainer_reaches_the_leader() {
     let mut gang = Gang::new(1).await;
     gang.configure_with(1, &[0], 10, |config| config.job_name = "panic".to_string());
     let failed = |event: &LeaderEvent| match event {
-        LeaderEvent::Up { up: Up::Failed { exit_code, message }, .. } => {
+        LeaderEvent::Up { up: Up::Failed { exit_code, message, .. }, .. } => {
             Some((*exit_code, message.clone()))
         }
         _ => None,

@@ -250,3 +250,26 @@ fn dependencies_come_from_the_registry_under_licences_we_can_ship() {
     }
     all_of(found);
 }
+
+/// A name that a rename gives is lost with the power unless the folder is synced behind it. Two
+/// places do both, and others give names to what can be made again.
+#[test]
+fn who_renames_a_file_makes_its_name_durable() {
+    const DURABLE: [&str; 2] = ["worker/src/data/durable.rs", "worker/src/checkpoint/disk.rs"];
+    const MADE_AGAIN: [&str; 4] = [
+        "worker/src/data/index.rs",
+        "worker/src/data/cache.rs",
+        "worker/src/life/topology.rs",
+        "kernels/src/cuda/cubins.rs",
+    ];
+    let mut found = Vec::new();
+    for (path, text) in tracked(&[".rs"]) {
+        let name = path.strip_prefix(root()).unwrap_or(&path).display().to_string();
+        let is_source = name.contains("/src/") && !name.contains("tests");
+        let is_known = DURABLE.iter().chain(&MADE_AGAIN).any(|known| *known == name);
+        if is_source && !is_known && text.contains("fs::rename(") {
+            found.push(format!("{name}: rename by data::durable, or by a checkpoint's Disk"));
+        }
+    }
+    all_of(found);
+}

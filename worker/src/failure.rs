@@ -11,6 +11,15 @@ pub struct Failure {
     pub message: String,
     /// What to do next.
     pub advice: String,
+    /// Steps done, where it failed in one: every attempt does that one alike.
+    #[serde(default)]
+    pub step: Option<u64>,
+}
+
+impl Failure {
+    pub fn new(exit_code: i32, message: impl Into<String>, advice: impl Into<String>) -> Failure {
+        Failure { exit_code, message: message.into(), advice: advice.into(), step: None }
+    }
 }
 
 impl std::fmt::Display for Failure {

@@ -3,12 +3,16 @@
 mod common;
 
 use common::{Job, bits, run_until, state_hash, trainers};
-use moe_worker::checkpoint::{self, Disk, EndsAfter, Expected, Newest, load, seal};
+use moe_worker::checkpoint::{
+    self, Committed, Disk, EndsAfter, Expected, Identity, Newest, aside, commit, load, seal,
+    write_shard,
+};
 use moe_worker::attempt::saves::Patience;
 use moe_worker::checkpoint::Problem;
 use moe_worker::checkpoint::fence::{self, Claim};
 use moe_worker::engine::model::Model;
-use moe_worker::state::snapshot::cut;
+use moe_worker::state::slots::Memory;
+use moe_worker::state::snapshot::{cut, shard_runs};
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::philox::philox4x32_10;
@@ -403,4 +407,169 @@ fn differences_are_all_told() {
         assert!(told.iter().any(|text| text.contains(part)), "{part} is missing: {told:?}");
     }
     assert_eq!(told.len(), 5, "{told:?}");
+}
+
+/// Flips a bit in the middle of a file.
+fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).expect("a file");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 16;
+    std::fs::write(path, bytes).expect("a file");
+}
+
+/// All files below a folder, with what they hold.
+fn contents(folder: &Path) -> std::collections::BTreeMap<std::path::PathBuf, Vec<u8>> {
+    let mut found = std::collections::BTreeMap::new();
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        match path.is_dir() {
+            true => found.extend(contents(&path)),
+            false => drop(found.insert(path.clone(), std::fs::read(&path).expect("a file"))),
+        }
+    }
+    found
+}
+
+/// In a cluster nobody looks into storage before the workers do.
+#[test]
+fn an_attempt_does_not_begin_anew_over_what_is_refused() {
+    let newer = |directory: &Path| {
+        let mut manifest = checkpoint::show(&Disk::real(), directory).expect("a checkpoint");
+        manifest.version += 1;
+        let sealed = seal(&manifest).expect("JSON");
+        std::fs::write(directory.join("manifest.json"), sealed).expect("a file");
+    };
+    let damages: [&dyn Fn(&Path); 4] = [
+        &|directory| flip(&directory.join("a1-r0-0.safetensors")),
+        &|directory| flip(&directory.join("manifest.json")),
+        &|directory| std::fs::remove_file(directory.join("manifest.json")).expect("removed"),
+        &newer,
+    ];
+    for damage in damages {
+        let mut job = Job::new(layout(1, 1));
+        assert_eq!(job.run(&mut trainers(1), None).0, [AttemptEnd::Completed { step: 10 }]);
+        for step in [4, 8, 10] {
+            damage(&job.location().join(format!("step-{step:08}")));
+        }
+        let before = contents(&job.location());
+        (job.config.attempt, job.config.resume) = (2, Resume::Fresh);
+        let (ends, reports) = job.run(&mut trainers(1), None);
+        let [AttemptEnd::Failed(failure)] = &ends[..] else { panic!("{ends:?}") };
+        assert_eq!((failure.exit_code, reports.len()), (3, 0), "{failure}");
+        for words in ["step-00000004", "step-00000010", "--fresh", "another name"] {
+            assert!(failure.to_string().contains(words), "{words} is not in {failure}");
+        }
+        assert!(contents(&job.location()) == before, "something was replaced or removed");
+    }
+}
+
+#[test]
+fn what_is_refused_beyond_the_state_resumed_from_is_set_aside_and_told() {
+    let mut job = ended();
+    let directory = job.location().join("step-00000010");
+    flip(&directory.join("a1-r1-0.safetensors"));
+    let before = contents(&directory);
+    job.config.attempt = 2;
+    let (step, name) = (8, "step-00000008".to_string());
+    job.config.resume = Resume::Checkpoint { step, name };
+    let (ends, _) = job.run(&mut trainers(2), None);
+    assert!(ends.iter().all(|end| *end == AttemptEnd::Completed { step: 10 }), "{ends:?}");
+    verify(&directory).expect("written again");
+    let found = aside::list(&Disk::real(), &job.location()).expect("a location");
+    assert_eq!(found.len(), 1, "{found:?}");
+    let bytes = before.values().map(|bytes| bytes.len() as u64).sum::<u64>();
+    assert_eq!((&found[0].name[..], found[0].bytes), ("step-00000010.damaged", bytes));
+    assert!(contents(&found[0].path).values().eq(before.values()), "other bytes");
+    let events = job.folder.path().join("run/events.jsonl");
+    let events = std::fs::read_to_string(events).expect("events");
+    assert!(events.contains("it is set aside as step-00000010.damaged"), "{events}");
+}
+
+/// Three are kept. One of those that were there is damaged: it is not among the three, and stays.
+#[test]
+fn only_what_verifies_counts_among_the_checkpoints_that_are_kept() {
+    let mut job = Job::new(layout(1, 1));
+    job.config.checkpoint.every_steps = 2;
+    job.run(&mut trainers(1), Some(6));
+    flip(&job.location().join("step-00000004/a1-r0-0.safetensors"));
+    go_on(&mut job, 2);
+    job.config.training.steps = 8;
+    let (ends, _) = job.run(&mut trainers(1), None);
+    assert_eq!(ends, [AttemptEnd::Completed { step: 8 }]);
+    let found = checkpoint::list(&Disk::real(), &job.location()).expect("a location");
+    let steps: Vec<u64> = found.iter().map(|found| found.step).collect();
+    assert_eq!(steps, [2, 4, 6, 8]);
+    go_on(&mut job, 3);
+    job.config.training.steps = 10;
+    job.run(&mut trainers(1), None);
+    let found = checkpoint::list(&Disk::real(), &job.location()).expect("a location");
+    let steps: Vec<u64> = found.iter().map(|found| found.step).collect();
+    assert_eq!(steps, [4, 6, 8, 10], "step 2 went, and the damaged one did not");
+}
+
+/// A bit of a claim makes its attempt resume elsewhere: that must not rule out what is good.
+#[test]
+fn a_damaged_claim_rules_nothing_out() {
+    let job = Job::new(layout(1, 1));
+    job.run(&mut trainers(1), None);
+    let claim = Claim {
+        attempt: 2,
+        resume_step: 10,
+        job_uid: "uid".to_string(),
+        time: String::new(),
+    };
+    fence::claim(&Disk::real(), &job.location(), &claim).expect("a claim");
+    let path = job.location().join("attempts/2.json");
+    let whole = std::fs::read(&path).expect("a claim");
+    for at in 0..whole.len() * 8 {
+        let mut bytes = whole.clone();
+        bytes[at / 8] ^= 1 << (at % 8);
+        std::fs::write(&path, &bytes).expect("a file");
+        let usable = newest(&job.location()).usable.map(|found| found.step);
+        assert_eq!(usable, Some(10), "{}", String::from_utf8_lossy(&bytes));
+    }
+}
+
+/// MOEJOB_TENSORS sets the layers; 12 make more tensors than one file could have once, 34 more than
+/// a manifest could.
+#[test]
+fn what_is_committed_is_read_however_many_tensors_it_has() {
+    let layers = std::env::var("MOEJOB_TENSORS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut model = common::model();
+    (model.num_hidden_layers, model.hidden_size) = (layers, 2);
+    (model.head_dim, model.vocab_size) = (2, 8);
+    (model.experts.count, model.experts.intermediate_size) = (1000, 2);
+    let params = model.params();
+    assert_eq!(params.len() as u64, model.rows());
+    let identity = Identity {
+        job_uid: "job".to_string(),
+        job_name: "job".to_string(),
+        attempt: 1,
+        rank: 0,
+        model: model.clone(),
+        params: params.clone(),
+        layout: layout(1, 1),
+        spec_hash: String::new(),
+        data_fingerprint: String::new(),
+        seed: 1,
+        tokens_per_step: 1,
+        float_bytes: 4,
+        location: folder.path().to_path_buf(),
+        keep: 1,
+    };
+    let (_, bytes) = shard_runs(&model, &params, &layout(1, 1), 0, 4);
+    let filling = Memory::default().fill(1, 5, 0, bytes).expect("memory").expect("a slot");
+    let disk = Disk::real();
+    let claim = Claim {
+        attempt: 1,
+        resume_step: 0,
+        job_uid: "job".to_string(),
+        time: String::new(),
+    };
+    fence::claim(&disk, folder.path(), &claim).expect("a claim");
+    write_shard(&disk, &identity, 5, &filling.complete()).expect("storage");
+    assert_eq!(commit(&disk, &identity, 5, || true).expect("storage"), Committed::Yes);
+    let manifest = verify(&folder.path().join("step-00000005")).expect("a whole checkpoint");
+    assert_eq!(manifest.tensors.len(), params.len() * 3);
 }

@@ -164,11 +164,11 @@ fn ended(words: &[&str]) -> AttemptEnd {
             AttemptEnd::Aborted(CommError::Aborted { reason: "as planned".to_string() })
         }
         ["fenced", by] => AttemptEnd::Fenced { attempt: number(by) as u32 },
-        ["failed", code] => AttemptEnd::Failed(Failure {
-            exit_code: number(code) as i32,
-            message: "the data is unreadable".to_string(),
-            advice: "Look at it.".to_string(),
-        }),
+        ["failed", code] => AttemptEnd::Failed(Failure::new(
+            number(code) as i32,
+            "the data is unreadable",
+            "Look at it.",
+        )),
         ["device"] => AttemptEnd::DeviceFailed { message: "an illegal address".to_string() },
         _ => panic!("an unknown end: {words:?}"),
     }
@@ -308,7 +308,7 @@ fn show_up(up: &Up) -> String {
         Up::Built(built) => format!("built {}", built.rank),
         Up::Completed { step } => format!("completed {step}"),
         Up::Event(line) => format!("{:?} {:?}", line.event, line.details["step"]),
-        Up::Failed { exit_code, message } => {
+        Up::Failed { exit_code, message, .. } => {
             format!("failed {exit_code} ({})", message.replace('\n', " /"))
         }
         other => format!("{other:?}"),

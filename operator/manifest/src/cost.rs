@@ -8,6 +8,10 @@ use crate::job::Job;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
 use moejob_protocol::Mesh;
+use moejob_protocol::checkpoint::{
+    MANIFEST_BYTES_MAX, PARAMS_MAX, PIECE_BYTES, TENSOR_BYTES, TENSORS_MAX as PARTS_MAX,
+};
+use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::{MATRICES, ModelConfig, Role, numel};
 use std::cell::Cell;
 
@@ -17,8 +21,8 @@ pub const TEXT_BYTES_MAX: usize = 64 << 10;
 pub const EXPERTS_MAX: u64 = 65_536;
 /// `nodes.max` times the devices of a node.
 pub const RANKS_MAX: u64 = 32_768;
-/// Rows of the table of parameters.
-pub const TENSORS_MAX: u64 = 262_144;
+/// Rows of the table of parameters: as many as a checkpoint may have.
+pub const TENSORS_MAX: u64 = PARAMS_MAX;
 /// Micro-batches of a step.
 pub const MICRO_BATCHES_MAX: u64 = 1 << 20;
 /// What it takes to lay a job out on processors whose memory is given: for each size that is tried
@@ -141,12 +145,34 @@ pub fn problems(job: &Job) -> Vec<Problem> {
     let path = "spec.model.numHiddenLayers";
     let advice = "have fewer layers or fewer experts";
     let small = bound(path, "tensors", extent.tensors(), TENSORS_MAX, advice);
+    if small {
+        let what = "bytes of a checkpoint's manifest";
+        let found = manifest_bytes(job, extent, ranks);
+        bound("spec.nodes.max", what, found, MANIFEST_BYTES_MAX, "lower nodes.max");
+    }
     if small && job.profile.backend == Backend::Cpu && job.profile.rank_memory.is_some() {
         let what = "steps to count the memory of the sizes from nodes.min to nodes.max";
         let advice = "have a smaller model, fewer nodes, or no deviceMemory";
         bound("spec.nodes.max", what, counted(job, extent), COUNTED_MAX, advice);
     }
     problems
+}
+
+/// What the manifest of a checkpoint takes that `ranks` ranks write: each owner has a piece of a
+/// tensor, unless that has fewer blocks. Experts have the fewest owners that they may have.
+fn manifest_bytes(job: &Job, extent: Extent, ranks: u64) -> u64 {
+    let slices = u64::from(job.model.slices().count).max(1);
+    let degree = job.expert_parallel.map_or(ranks.min(slices), u64::from).max(1);
+    let pieces = |tensors: u64, elements: u64, owners: u64| {
+        let blocks = (elements / BLOCK).saturating_add(tensors);
+        tensors.saturating_mul(owners).min(blocks)
+    };
+    let others = pieces(extent.other_tensors, extent.other_elements, ranks.max(1));
+    let experts =
+        pieces(extent.expert_tensors, extent.expert_elements, (ranks / degree).max(1));
+    let pieces = others.saturating_add(experts).saturating_mul(PIECE_BYTES);
+    let parts = PARTS_MAX / PARAMS_MAX;
+    extent.tensors().saturating_mul(TENSOR_BYTES).saturating_add(pieces).saturating_mul(parts)
 }
 
 /// Steps that it takes to count the memory of a rank of `mesh`: one for each parameter that it

@@ -170,15 +170,20 @@ impl<'o> Planner<'o> {
         .or_else(|| self.preflight_fails())
     }
 
-    /// Workers end again and again with the same words, and no step in between: another try on the
-    /// same machine would end so, too. In a cluster it would come to other nodes.
+    /// Workers end again with the same words: in the same step, which every attempt does alike, or
+    /// again and again without one, where another try would come to the same machine.
     fn ends_alike(&self) -> Option<Outcome> {
-        let local = self.observed.wanted.venue == Venue::Local && self.observed.gang().is_none();
-        let (words, times) = self.observed.record.repeat.too_often().filter(|_| local)?;
+        let local = self.observed.wanted.venue == Venue::Local;
+        let idle = self.observed.gang().is_none();
+        let (end, times) = self.observed.record.repeat.too_often(local).filter(|_| idle)?;
+        let where_it_ended = match end.in_step {
+            true => format!("in step {}", end.step + 1),
+            false => "without a step in between".to_string(),
+        };
         Some(Outcome::Failed {
             exit_code: 1,
             reason: reasons::ENDS_ALIKE,
-            message: format!("{times} tries ended alike, without a step in between: {words}"),
+            message: format!("{times} tries ended alike, {where_it_ended}: {}", end.words),
         })
     }
 

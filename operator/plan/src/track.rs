@@ -17,7 +17,7 @@ use crate::observed::{
     Gang, Millis, Observed, Outcome, Record, StopCause, Stored, Worker, WorkerState, keep_newest,
 };
 use crate::preflight::Grade;
-use crate::repeat::is_own_fault;
+use crate::repeat::{End, is_own_fault};
 pub use crate::recovery::Recovery;
 use moejob_fabric::Found;
 use moejob_protocol::checkpoint::directory_name;
@@ -63,12 +63,22 @@ pub struct Tracker {
     pub observed: Observed,
     pub recoveries: Vec<Recovery>,
     pub engines: Engines,
-    last_words: Vec<(String, i32, String)>,
+    last_words: Vec<LastWords>,
     present: Present,
     /// Attempts up to this one are an earlier job's, which had the same folder.
     taken: u32,
     /// What actions have shown, until somebody takes it.
     news: Vec<Happening>,
+}
+
+/// What a worker said before it ended.
+#[derive(Clone, Debug)]
+struct LastWords {
+    worker: String,
+    exit_code: i32,
+    message: String,
+    /// Steps done, where it ended in one.
+    step: Option<u64>,
 }
 
 /// What is known of the present gang, and begins anew with the next.
@@ -85,6 +95,8 @@ struct Present {
     waiting: BTreeMap<String, u64>,
     /// The rank that was the first to leave because it had lost another, and that other's.
     parted: Option<(u32, u32)>,
+    /// How the first engine ended that gave up itself.
+    engine_end: Option<String>,
 }
 
 impl Tracker {
@@ -321,21 +333,30 @@ impl Tracker {
         }
     }
 
-    /// What the worker said that ended the present attempt, unless a step was done in between.
+    /// What the worker, or the engine, said that ended the present attempt, and behind which step.
     fn note_repeat(&mut self) {
-        let gang = self.observed.gang().filter(|gang| !gang.stepped);
+        let gang = self.observed.gang();
+        let stepped = gang.is_some_and(|gang| gang.stepped);
         let members = gang.into_iter().flat_map(|gang| &gang.members);
-        let words = members.into_iter().find_map(|member| self.why_it_ended(&member.worker));
+        let said = members.into_iter().find_map(|member| self.why_it_ended(&member.worker));
+        let of_engine = || self.present.engine_end.clone().map(|words| (words, None));
+        let end = said.or_else(of_engine).map(|(words, step)| End {
+            words,
+            step: step.unwrap_or(self.present.last_step),
+            in_step: step.is_some() || stepped,
+        });
         let repeat = &mut self.observed.record.repeat;
-        match words {
-            Some(words) => repeat.note(&words),
+        match end {
+            Some(end) => repeat.note(end),
             None => repeat.clear(),
         }
     }
 
-    /// The reason that a worker gave itself. One that was killed, or fenced, gives none.
-    fn why_it_ended(&self, name: &str) -> Option<String> {
-        let said = self.last_words.iter().find(|(of, code, _)| of == name && *code != FENCED);
+    /// The reason that a worker gave itself, and the step that it ended in. One that was killed, or
+    /// fenced, gives none.
+    fn why_it_ended(&self, name: &str) -> Option<(String, Option<u64>)> {
+        let of_it = |said: &&LastWords| said.worker == name && said.exit_code != FENCED;
+        let said = self.last_words.iter().find(of_it);
         let panicked = || match &self.observed.worker(name)?.state {
             WorkerState::Dead { exit_code: Some(PANICKED), message } => Some(message.clone()),
             WorkerState::Dead { exit_code: None, message } => {
@@ -343,7 +364,8 @@ impl Tracker {
             }
             _ => None,
         };
-        said.map(|(.., message)| message.clone()).or_else(panicked)
+        let said = said.map(|said| (said.message.clone(), said.step));
+        said.or_else(|| panicked().map(|message| (message, None)))
     }
 
     fn forget_layouts(&mut self) {
@@ -435,10 +457,12 @@ impl Tracker {
                     worker.state = WorkerState::Completed { attempt, step };
                 }
             }
-            Up::Failed { exit_code, message } => {
+            Up::Failed { exit_code, message, step } => {
                 // What it says first is why; what comes after it is noise.
-                if self.last_words.iter().all(|(of, ..)| of != name) {
-                    self.last_words.push((name.to_string(), *exit_code, message.clone()));
+                if self.last_words.iter().all(|said| said.worker != name) {
+                    let (worker, message) = (name.to_string(), message.clone());
+                    let said = LastWords { worker, exit_code: *exit_code, message, step: *step };
+                    self.last_words.push(said);
                 }
             }
         }
@@ -546,9 +570,6 @@ impl Tracker {
             self.present.step_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
         durations.sort_unstable();
         self.observed.record.step_median = durations.get(durations.len() / 2).copied().unwrap_or(0);
-        if first {
-            self.observed.record.repeat.clear();
-        }
         if first && let Some(recovery) = self.open_recovery().filter(|r| r.replanned_at.is_some()) {
             // It had joined before, and no heartbeat has told yet.
             recovery.rejoined_at.get_or_insert(now);
@@ -584,7 +605,7 @@ impl Tracker {
         how: &str,
         now: Millis,
     ) -> Vec<Happening> {
-        let said = self.last_words.iter().find(|(of, ..)| of == name).cloned();
+        let said = self.last_words.iter().find(|said| said.worker == name).cloned();
         let Some(worker) = self.worker(name) else {
             return Vec::new();
         };
@@ -594,8 +615,8 @@ impl Tracker {
         let known = worker.stopping || worker.state == WorkerState::Silent;
         let early = matches!(worker.state, WorkerState::Starting { .. } | WorkerState::Idle);
         // One that said how it would end may have been killed before it could: its word counts.
-        let exit_code = exit_code.or(said.as_ref().map(|(_, code, _)| *code));
-        let message = said.map_or_else(|| how.to_string(), |(_, _, message)| message);
+        let exit_code = exit_code.or(said.as_ref().map(|said| said.exit_code));
+        let message = said.map_or_else(|| how.to_string(), |said| said.message);
         worker.state = WorkerState::Dead { exit_code, message: message.clone() };
         worker.held.clear();
         if known {
@@ -618,7 +639,7 @@ impl Tracker {
             !worker.is_dead() || failed || named(&worker.name)
         });
         let workers = &self.observed.workers;
-        self.last_words.retain(|(name, ..)| workers.iter().any(|worker| worker.name == *name));
+        self.last_words.retain(|said| workers.iter().any(|worker| worker.name == said.worker));
         let observed = &self.observed;
         self.engines.prune(|name| observed.worker(name).is_some());
     }

@@ -48,7 +48,7 @@ fn ends(tracker: &mut Tracker, now: Millis) {
 }
 
 fn fails(tracker: &mut Tracker, name: &str, exit_code: i32, message: &str) {
-    tracker.heard(name, 1, &Up::Failed { exit_code, message: message.to_string() }, 0);
+    tracker.heard(name, 1, &Up::Failed { exit_code, message: message.to_string(), step: None }, 0);
 }
 
 /// Whose nodes have lost each other, after all four have left, in this order.

@@ -106,10 +106,18 @@ fn happen(world: &mut World, words: &[&str], out: &mut String) -> Vec<Plan> {
         // It says why, and ends.
         ["fail", name, code, said @ ..] => {
             let code: i32 = code.parse().expect("a code");
-            let told = Up::Failed { exit_code: code, message: said.join(" ") };
+            let told = Up::Failed { exit_code: code, message: said.join(" "), step: None };
             let attempt = sim(world, name).attempt;
             world.tracker.heard(name, attempt, &told, world.now);
             world.kill(name, Some(code));
+        }
+        // In the step behind so many.
+        ["diverge", name, steps, said @ ..] => {
+            let step = Some(steps.parse().expect("a number"));
+            let told = Up::Failed { exit_code: 1, message: said.join(" "), step };
+            let attempt = sim(world, name).attempt;
+            world.tracker.heard(name, attempt, &told, world.now);
+            world.kill(name, Some(1));
         }
         ["freeze", name] => sim(world, name).frozen = true,
         ["deaf", name] => sim(world, name).deaf = true,

@@ -172,7 +172,7 @@ fn the_end_of_an_attempt_that_was_given_up_is_not_the_jobs() {
 fn a_worker_that_said_why_it_ends_is_believed() {
     let mut world = running(Setup::default());
     let message = "the data has changed".to_string();
-    let failed = Up::Failed { exit_code: 3, message: message.clone() };
+    let failed = Up::Failed { exit_code: 3, message: message.clone(), step: None };
     world.tracker.heard("j-2", 1, &failed, 0);
     world.tracker.silent("j-2", "closed");
     world.decide();

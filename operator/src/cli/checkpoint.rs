@@ -1,10 +1,11 @@
 //! `moejob checkpoint ls|show|verify|import|export|grow`.
 
-use super::args::{Written, or_its_runs, place, whole};
+use super::args::{Written, or_its_runs, place, whole, word};
 use super::bar::{Bar, Unit};
 use super::validate::Output;
 use clap::{Subcommand, ValueEnum};
-use moe_worker::checkpoint::{self, Disk, Failed, Growth, Problem};
+use moe_worker::checkpoint::aside::{self, Aside};
+use moe_worker::checkpoint::{self, Cause, Disk, Failed, Found, Growth, Problem};
 use moe_worker::checkpoint::fence;
 use moe_worker::hf::{self, Options, Weights};
 use moejob_kernels::DType;
@@ -160,22 +161,56 @@ fn list(location: &Path, output: Output) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     let claims = fence::claims(&Disk::real(), location)?;
-    println!("{:<16}{:>10}{:>10}{:>14}  STATE", "NAME", "STEP", "ATTEMPT", "BYTES");
-    for found in checkpoint::list(&Disk::real(), location)? {
+    println!("{:<22}{:>10}{:>10}{:>14}  STATE", "NAME", "STEP", "ATTEMPT", "BYTES");
+    for Read { found, all } in read(location)? {
         let (attempt, bytes, state) = match &found.manifest {
             Ok(manifest) => {
-                let counts = fence::counts(&claims, manifest.attempt, found.step);
-                let state = if counts { "committed" } else { "fenced by a later attempt" };
-                (manifest.attempt.to_string(), size(manifest).to_string(), state.to_string())
+                let state = match fence::counts(&claims, manifest.attempt, found.step) {
+                    false => "fenced by a later attempt",
+                    true if all => "committed",
+                    true => "committed; its bytes were not read: `moejob checkpoint verify` does",
+                };
+                (manifest.attempt.to_string(), size(manifest), state.to_string())
             }
             Err(problems) => {
                 let first = problems.first().map(Problem::to_string).unwrap_or_default();
-                ("-".to_string(), "-".to_string(), format!("refused: {first}"))
+                ("-".to_string(), aside::bytes_of(&found.path), format!("refused: {first}"))
             }
         };
-        println!("{:<16}{:>10}{attempt:>10}{bytes:>14}  {state}", found.name, found.step);
+        println!("{:<22}{:>10}{attempt:>10}{bytes:>14}  {state}", found.name, found.step);
+    }
+    for Aside { name, step, path, bytes, .. } in aside::list(&Disk::real(), location)? {
+        let state = format!("refused and set aside; `rm -r {}` removes it", word(&path));
+        println!("{name:<22}{step:>10}{:>10}{bytes:>14}  {state}", "-");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Bytes that are read to find damage where nobody asked for that; `verify` reads all.
+const READ_MAX: u64 = 1 << 30;
+
+/// A checkpoint, and whether all of it was read.
+struct Read {
+    found: Found,
+    all: bool,
+}
+
+/// Those of a location, oldest first, of which the newest are read whole: damage lies in bytes, and
+/// a checkpoint that nobody has read is not called good.
+fn read(location: &Path) -> std::io::Result<Vec<Read>> {
+    let mut left = READ_MAX;
+    let mut all = checkpoint::list(&Disk::real(), location)?;
+    let read = all.drain(..).rev().map(|found| match &found.manifest {
+        Ok(manifest) if size(manifest) <= left => {
+            left -= size(manifest);
+            let manifest = checkpoint::verify(&Disk::real(), &found.path);
+            Read { found: Found { manifest, ..found }, all: true }
+        }
+        _ => Read { found, all: false },
+    });
+    let mut read: Vec<Read> = read.collect();
+    read.reverse();
+    Ok(read)
 }
 
 fn size(manifest: &CheckpointManifest) -> u64 {
@@ -190,7 +225,7 @@ fn is_location(path: &Path) -> bool {
 fn list_json(location: &Path) -> Outcome {
     let claims = fence::claims(&Disk::real(), location)?;
     let mut all = Vec::new();
-    for found in checkpoint::list(&Disk::real(), location)? {
+    for Read { found, all: is_read } in read(location)? {
         let mut line = json!({ "name": found.name, "step": found.step });
         match &found.manifest {
             Ok(manifest) => {
@@ -198,14 +233,24 @@ fn list_json(location: &Path) -> Outcome {
                 line["bytes"] = json!(size(manifest));
                 let counts = fence::counts(&claims, manifest.attempt, found.step);
                 line["state"] = json!(if counts { "committed" } else { "fenced" });
+                line["read"] = json!(is_read);
             }
             Err(problems) => {
                 line["state"] = json!("refused");
+                line["bytes"] = json!(aside::bytes_of(&found.path));
                 let told: Vec<String> = problems.iter().map(Problem::to_string).collect();
                 line["problems"] = json!(told);
             }
         }
         all.push(line);
+    }
+    for Aside { name, step, path, cause, bytes } in aside::list(&Disk::real(), location)? {
+        let remove = format!("rm -r {}", word(&path));
+        let state = "aside";
+        all.push(json!({
+            "name": name, "step": step, "bytes": bytes, "state": state, "cause": cause,
+            "remove": remove,
+        }));
     }
     println!("{}", serde_json::Value::Array(all));
     Ok(ExitCode::SUCCESS)
@@ -263,10 +308,16 @@ fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
         eprintln!("moejob: {why}");
         return Ok(ExitCode::from(2));
     }
-    let manifest = match checkpoint::show(&Disk::real(), path) {
+    let described = checkpoint::show(&Disk::real(), path);
+    let is_read = described.as_ref().is_ok_and(|manifest| size(manifest) <= READ_MAX);
+    let read = if is_read { checkpoint::verify(&Disk::real(), path) } else { described };
+    let manifest = match read {
         Ok(manifest) => manifest,
         Err(problems) => return Ok(refuse(path, &problems)),
     };
+    if !is_read {
+        eprintln!("moejob: its bytes were not read: `moejob checkpoint verify` does");
+    }
     if let Output::Json = output {
         println!("{}", serde_json::to_value(&manifest)?);
         return Ok(ExitCode::SUCCESS);
@@ -371,7 +422,7 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth, how: Written) -> Outcome
             let why = "it is a Hugging Face directory: `moejob checkpoint import` makes a \
                        checkpoint of it, which can grow";
             let what = ".".to_string();
-            Err(Failed::Refused(Problem { what, why: why.to_string(), may_heal: false }))
+            Err(Failed::Refused(Problem { what, why: why.to_string(), cause: Cause::Damage }))
         }
     })?;
     if code == ExitCode::SUCCESS && !how.is_json() {
@@ -402,6 +453,11 @@ fn grow(checkpoint: &Path, out: &Path, growth: &Growth, how: Written) -> Outcome
     Ok(code)
 }
 
+/// Says which newer checkpoints are not used, and why.
+pub fn tell_passed_over(weights: &Weights) {
+    weights.passed_over().iter().for_each(|line| eprintln!("moejob: {line}"));
+}
+
 /// Opens weights and writes them in another form.
 fn convert(
     from: &Path,
@@ -413,13 +469,18 @@ fn convert(
         Ok(weights) => weights,
         Err(refusal) => return Ok(refuse(from, &refusal.problems)),
     };
+    tell_passed_over(&weights);
     let mut bar = Bar::new(what, Unit::Bytes);
     let written = write(&weights, &mut |done, total| bar.set(done, total));
     drop(bar);
     match written {
         Ok(path) => {
             match how.is_json() {
-                true => println!("{}", json!({ "path": path })),
+                true => {
+                    let (from, passed_over) = (weights.path(), weights.passed_over());
+                    let line = json!({ "path": path, "from": from, "passedOver": passed_over });
+                    println!("{line}");
+                }
                 false => println!("{}", path.display()),
             }
             Ok(ExitCode::SUCCESS)

@@ -4,6 +4,7 @@ use super::args::{THREADS_MAX, whole};
 use super::bar::{Bar, Unit};
 use super::validate::Output;
 use clap::{Args, Subcommand, ValueEnum};
+use moe_worker::data::durable;
 use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
 use moe_worker::data::learn;
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
@@ -230,7 +231,8 @@ fn tokenizer(args: &TokenizerArgs) -> Result<ExitCode, ExitCode> {
     let mut file = File::create_new(&args.output).map_err(unwritten)?;
     let made = learn::learn(files, &format, args.tokens).map_err(|error| refuse(&error));
     let written = made.and_then(|(text, tokens)| {
-        file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(unwritten)?;
+        let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+        written.and_then(|()| durable::sync_folder_of(&args.output)).map_err(unwritten)?;
         Ok(tokens)
     });
     let tokens = written.inspect_err(|_| {

@@ -3,6 +3,7 @@
 use super::args::{self, THREADS_MAX, Written, whole};
 use super::bar::{Bar, Unit};
 use super::bench::DeviceName;
+use super::checkpoint::tell_passed_over;
 use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
 use moe_worker::hf::Weights;
@@ -96,6 +97,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     });
     let source = source_of(&args.data, &args.field, dtype)?;
     let weights = Weights::open(&args::place(&args.weights))?;
+    tell_passed_over(&weights);
     let known = text::find(&weights)?;
     let length = args.sequence_length.or(known.trained).unwrap_or(UNKNOWN_LENGTH);
     let data = DataConfig {
@@ -119,6 +121,8 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
             "tokens": found.tokens,
             "sequences": found.sequences,
             "sequenceLength": length,
+            "from": weights.path(),
+            "passedOver": weights.passed_over(),
         });
         println!("{line}");
     } else {

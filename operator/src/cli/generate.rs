@@ -7,6 +7,7 @@
 //! ```
 
 use super::args::{self, THREADS_MAX, Written, whole};
+use super::checkpoint::tell_passed_over;
 use super::spoken::{Screen, TextStream};
 use crate::cli::out::io;
 use clap::{Args, ValueEnum};
@@ -154,6 +155,7 @@ struct Speaker {
 
 fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
     let weights = Weights::open(&args::place(&args.weights)).map_err(DecodeError::Weights)?;
+    tell_passed_over(&weights);
     let text = text::find(&weights).map_err(DecodeError::Weights)?;
     let encoder = Encoder::open(&tokenizer(args, &text)?)?;
     encoder.check(weights.model().vocab_size)?;
@@ -181,7 +183,7 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
     let mut speaker =
         Speaker { decoder, encoder, text, of_hugging_face, sampling, chosen, pending };
     match prompt {
-        Some(prompt) => speaker.once(args, &prompt),
+        Some(prompt) => speaker.once(args, &weights, &prompt),
         None => speaker.converse(args, &weights),
     }
 }
@@ -259,7 +261,12 @@ fn ids_of(
 }
 
 impl Speaker {
-    fn once(&mut self, args: &GenerateArgs, prompt: &str) -> Result<(), GenerateError> {
+    fn once(
+        &mut self,
+        args: &GenerateArgs,
+        weights: &Weights,
+        prompt: &str,
+    ) -> Result<(), GenerateError> {
         let ids = ids_of(&self.encoder, &self.text, self.of_hugging_face, prompt, true)?;
         let (prompt_tokens, mut out) = (ids.len(), Screen::new(args.written.is_json()));
         let answer = self.answer(ids, args.max_tokens, &mut out)?;
@@ -272,6 +279,8 @@ impl Speaker {
                 "end": if answer.end == End::Said { "end" } else { "maxTokens" },
                 "promptSeconds": answer.took[0].as_secs_f64(),
                 "seconds": answer.took[1].as_secs_f64(),
+                "from": weights.path(),
+                "passedOver": weights.passed_over(),
             });
             println!("{line}");
             return Ok(());

@@ -50,6 +50,10 @@ pub struct RunArgs {
     /// Also writes what TensorBoard reads, beside metrics.jsonl.
     #[arg(long)]
     pub tfevents: bool,
+    /// Begin at step 0 although checkpoints are there that cannot be used. They are set aside by
+    /// name, and nothing removes them.
+    #[arg(long)]
+    pub fresh: bool,
     /// Also logs the run at an MLflow server, http://HOST:PORT. Default: MLFLOW_TRACKING_URI.
     #[arg(long, value_name = "URI")]
     pub mlflow: Option<String>,
@@ -73,7 +77,8 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Err(code) => return code,
     };
     let result = local_job(&read, args).map(|job| {
-        local::run(job, &args.dir, Options { trace, tfevents: args.tfevents, mlflow })
+        let (tfevents, fresh) = (args.tfevents, args.fresh);
+        local::run(job, &args.dir, Options { trace, tfevents, mlflow, fresh })
     });
     match result {
         Ok(Ok(code)) => ExitCode::from(code as u8),
@@ -148,7 +153,7 @@ fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     for remark in machine::check(&job, needed)? {
         eprintln!("moejob: {remark}");
     }
-    absent(&job, &args.dir)?;
+    absent(&job, &args.dir, args.fresh)?;
     let fit = sizes.last().map(|size| room::check(&job, size)).transpose()?;
     if let Some(tight) = fit.as_ref().and_then(|fit| fit.tight.as_ref()) {
         eprintln!("moejob: {tight}");
@@ -206,7 +211,7 @@ fn idle(job: &Job, workers: u32) -> Option<String> {
 
 /// What a manifest names and this machine has not: told before a worker looks for it. A run that
 /// has checkpoints goes on from them, and does not need what it began with.
-fn absent(job: &Job, dir: &Path) -> Result<(), String> {
+fn absent(job: &Job, dir: &Path, fresh: bool) -> Result<(), String> {
     const HUB: &str = "if this is the name of a model on a hub: nothing is downloaded here. Fetch \
                        its files first, and name the folder that they lie in";
     const TOKENIZER: &str = "name a tokenizer.json, or `bytes`; `moejob data tokenizer` makes one \
@@ -218,7 +223,8 @@ fn absent(job: &Job, dir: &Path) -> Result<(), String> {
     };
     let own = dir.join(&job.name).join("checkpoints");
     let location = job.checkpoint.location.as_deref().map_or(own.as_path(), Path::new);
-    let begun = checkpoint::list(&Disk::real(), location).is_ok_and(|found| !found.is_empty());
+    let begun =
+        !fresh && checkpoint::list(&Disk::real(), location).is_ok_and(|found| !found.is_empty());
     let from = job.model_from.as_deref().filter(|path| !begun && !is_there(path));
     let tokenizer = match &job.data.tokenizer {
         Tokenizer::Path(path) if !is_there(path) => Some(path),
@@ -246,7 +252,8 @@ fn places(job: &Job, dir: &Path) -> Result<Places, String> {
         Some(location) => (absolute(Path::new(location))?, "spec.checkpoint.location"),
         None => (records.join("checkpoints"), "--dir"),
     };
-    std::fs::create_dir_all(&checkpoints).map_err(|error| {
+    // A checkpoint lasts no longer than the folders that it lies in.
+    Disk::real().create_directories(&checkpoints).map_err(|error| {
         let folder = checkpoints.display();
         format!("the folder {folder} cannot be made: {}; choose another {asked}", io(&error))
     })?;

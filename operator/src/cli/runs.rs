@@ -5,11 +5,14 @@
 //! DIR/NAME: job.json, lock, metrics.jsonl, events.jsonl --read--> Seen --> rows, pages, lines
 //! ```
 
-use super::args::{RUNS, is_run, or_its_runs, whole};
+use super::args::{RUNS, is_run, or_its_runs, whole, word};
 use super::moe::table::{Table, age, millis, short};
 use super::validate::Output;
 use clap::Args;
+use moe_worker::checkpoint::Disk;
+use moe_worker::checkpoint::aside::{self, Aside};
 use moejob_manifest::problem::printable;
+use moejob_manifest::words::several;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -79,6 +82,8 @@ struct Seen {
     step: Option<Value>,
     held_out: Option<(u64, f64)>,
     events: Vec<Value>,
+    /// Refused checkpoints that were set aside.
+    aside: Vec<Aside>,
 }
 
 pub fn ls(args: &LsArgs) -> ExitCode {
@@ -99,6 +104,9 @@ pub fn ls(args: &LsArgs) -> ExitCode {
         eprintln!("No runs in {}.", args.dir.display());
     } else {
         print!("{}", table(&runs, now()).text());
+        for run in runs.iter().filter(|run| !run.aside.is_empty()) {
+            println!("{}: {}", run.name, run.aside_words());
+        }
     }
     ExitCode::SUCCESS
 }
@@ -190,6 +198,8 @@ fn read(path: &Path) -> Seen {
         false => ended(&events, steps.is_empty()),
     };
     events.drain(..events.len().saturating_sub(EVENTS_SHOWN));
+    // What cannot be listed is told by who reads it.
+    let aside = aside::list(&Disk::real(), &path.join("checkpoints")).unwrap_or_default();
     Seen {
         name: name.to_string_lossy().into_owned(),
         path: path.to_path_buf(),
@@ -198,6 +208,7 @@ fn read(path: &Path) -> Seen {
         step: steps.last().cloned(),
         held_out,
         events,
+        aside,
     }
 }
 
@@ -288,7 +299,22 @@ impl Seen {
             "uid": self.job["uid"],
             "attempt": self.job["attempt"],
             "events": self.events,
+            "aside": self.aside.iter().map(|of| json!({
+                "name": of.name,
+                "path": of.path.display().to_string(),
+                "bytes": of.bytes,
+            })).collect::<Vec<_>>(),
         })
+    }
+
+    /// `1 refused checkpoint set aside (step-00000020.damaged), 12345 bytes: rm -r ... removes it`
+    fn aside_words(&self) -> String {
+        let names: Vec<&str> = self.aside.iter().map(|of| &of.name[..]).collect();
+        let bytes: u64 = self.aside.iter().map(|of| of.bytes).sum();
+        let paths: Vec<String> = self.aside.iter().map(|of| word(&of.path)).collect();
+        let what = several(names.len(), "refused checkpoint");
+        let (names, paths) = (names.join(", "), paths.join(" "));
+        format!("{what} set aside ({names}), {bytes} bytes: `rm -r {paths}` removes what it names")
     }
 }
 
@@ -343,6 +369,9 @@ fn page(run: &Seen, now: u64) -> Vec<String> {
         put("model", format!("{layers} layers, {experts} experts each, {each} a token"));
     }
     put("folder", printable(&run.path.display().to_string()));
+    if !run.aside.is_empty() {
+        put("set aside", run.aside_words());
+    }
     if !run.events.is_empty() {
         lines.push("events".to_string());
         lines.extend(run.events.iter().map(|event| format!("  {}", event_line(event))));

@@ -229,8 +229,8 @@ impl Finding {
 
 fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) -> Finding {
     let mut finding = Finding::of(file);
-    let weights = match weights(bytes) {
-        Ok(weights) => weights,
+    let (weights, passed_over) = match weights(bytes) {
+        Ok(found) => found,
         Err(problem) => {
             finding.problems = Manifest::read(bytes).locate(vec![problem]);
             return finding;
@@ -241,6 +241,7 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) ->
             let problems = jobs.iter().filter_map(|other| same_output(other, &job)).collect();
             finding.problems = Manifest::read(bytes).locate(problems);
             finding.warnings = job.warnings.clone();
+            finding.warnings.extend(Manifest::read(bytes).locate(passed_over));
             finding.unsupported = Manifest::read(bytes).locate(job.unsupported());
             finding.unchecked = unchecked(&job);
             finding.job = finding.problems.is_empty().then(|| job.name.clone());
@@ -292,12 +293,23 @@ fn unchecked(job: &Job) -> Option<&'static str> {
     })
 }
 
-/// The model of the weights that a manifest starts from, where they lie on this machine.
-fn weights(manifest: &[u8]) -> Result<Option<ModelConfig>, Problem> {
+/// The model of the weights that a manifest starts from, where they lie on this machine, and which
+/// newer ones are refused.
+fn weights(manifest: &[u8]) -> Result<(Option<ModelConfig>, Vec<Problem>), Problem> {
     let from = Manifest::read(manifest).spec.model.and_then(|model| model.from?.path);
-    let Some(path) = from.filter(|path| Path::new(path).exists()) else { return Ok(None) };
+    let Some(path) = from.filter(|path| Path::new(path).exists()) else {
+        return Ok((None, Vec::new()));
+    };
     match moe_worker::hf::read_model(Path::new(&path)) {
-        Ok(model) => Ok(Some(model)),
+        Ok((model, passed_over)) => {
+            let warning = |line: String| {
+                Problem::new(Code::Path, FROM_PATH)
+                    .found(line)
+                    .allowed("a newest checkpoint that is whole")
+                    .advice("name the one that is meant")
+            };
+            Ok((Some(model), passed_over.into_iter().map(warning).collect()))
+        }
         Err(problems) => {
             let found = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
             let allowed = "a Hugging Face directory or a checkpoint of ours";

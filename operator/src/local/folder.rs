@@ -1,6 +1,7 @@
 //! `DIR/NAME`: who may write there, whose it is, and what the next start must know.
 
 use moe_worker::attempt::records::{Records, RecordsError};
+use moe_worker::checkpoint::Disk;
 use moe_worker::data::durable;
 use moejob_identity::authority::random;
 use moejob_manifest::changes::changes;
@@ -85,7 +86,8 @@ impl Folder {
     /// never trained, or was refused later, binds nobody. `defaults` is the spec of a job that says
     /// nothing: a field that was added since the folder was made had its default then.
     pub fn open(path: &Path, spec: &Value, defaults: &Value) -> Result<Folder, FolderError> {
-        std::fs::create_dir_all(path.join("logs"))
+        Disk::real()
+            .create_directories(&path.join("logs"))
             .map_err(|source| io(path, "cannot create the run's folder", source))?;
         let lock_path = path.join("lock");
         let lock = File::create(&lock_path)

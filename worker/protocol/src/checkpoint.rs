@@ -16,6 +16,24 @@ use std::collections::BTreeMap;
 /// 2: it is called `master`; `specHash` is of a canonical form.
 pub const CHECKPOINT_VERSION: u32 = 2;
 
+/// Rows of a model's table of parameters that a checkpoint may have. A manifest with more does not
+/// validate, no writer makes more, and every reader takes as many: all bounds below follow from it.
+pub const PARAMS_MAX: u64 = 262_144;
+
+/// Tensors of a checkpoint, and of one of its files: each parameter has three parts.
+pub const TENSORS_MAX: u64 = PARAMS_MAX * Part::ALL.len() as u64;
+
+/// A name, a place and a shape, as a file's header has them for each tensor, are shorter together.
+pub const HEADER_BYTES_MAX: u64 = TENSORS_MAX * 384;
+
+/// A manifest's bytes for a tensor, beside those for its pieces, and for each piece of it.
+pub const TENSOR_BYTES: u64 = 192;
+pub const PIECE_BYTES: u64 = 192;
+
+/// A longer manifest is refused before it is read, and is not written. It takes three pieces for
+/// each parameter and owner.
+pub const MANIFEST_BYTES_MAX: u64 = 4 << 30;
+
 /// The first version whose `specHash` means something to others than its own program.
 pub const SPEC_HASH_VERSION: u32 = 2;
 

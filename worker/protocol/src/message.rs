@@ -113,7 +113,13 @@ pub enum Up {
     /// The job's last step is done and its last checkpoint committed.
     Completed { step: u64 },
     /// Before the worker exits by itself.
-    Failed { exit_code: i32, message: String },
+    Failed {
+        exit_code: i32,
+        message: String,
+        /// Steps done, where it ended in one. A leader that does not know it passes it over.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        step: Option<u64>,
+    },
 }
 
 impl Up {

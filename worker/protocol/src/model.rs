@@ -8,6 +8,7 @@ pub use crate::router::{
 };
 use crate::slices::Slices;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt::Arguments;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,6 +154,26 @@ impl ModelConfig {
     /// asked for, so a model of a million tensors takes no memory.
     pub fn each_param(&self, add: impl FnMut(Arguments<'_>, &[u32], Role)) {
         self.walk(&mut Each(add));
+    }
+
+    /// How many there are, without making them: all layers with experts are alike, and so are all
+    /// without.
+    pub fn rows(&self) -> u64 {
+        let layers = u64::from(self.num_hidden_layers);
+        let dense = self.dense_layers.iter().filter(|layer| **layer < self.num_hidden_layers);
+        let dense = dense.collect::<BTreeSet<_>>().len() as u64;
+        let with = |num_hidden_layers: u32, dense_layers: Vec<u32>| {
+            let mut rows = Rows(0);
+            ModelConfig { num_hidden_layers, dense_layers, ..self.clone() }.walk(&mut rows);
+            rows.0
+        };
+        let ends = with(0, Vec::new());
+        let of = |dense_layers, layers: u64| {
+            (with(1, dense_layers) - ends).saturating_mul(layers)
+        };
+        let mixture = of(Vec::new(), layers - dense);
+        let dense = if dense > 0 { of(vec![0], dense) } else { 0 };
+        ends.saturating_add(mixture).saturating_add(dense)
     }
 
     /// The same for a visitor that may take all experts of a layer at once.
@@ -320,6 +341,19 @@ pub trait Visitor {
 
 /// Matrices of an expert: gate, up and down.
 pub const MATRICES: u32 = 3;
+
+/// Counts.
+struct Rows(u64);
+
+impl Visitor for Rows {
+    fn param(&mut self, _: Arguments<'_>, _: &[u32], _: Role) {
+        self.0 += 1;
+    }
+
+    fn experts(&mut self, model: &ModelConfig, _: u32) {
+        self.0 += u64::from(model.slices().count) * u64::from(MATRICES);
+    }
+}
 
 struct Each<F>(F);
 

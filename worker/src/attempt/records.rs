@@ -1,5 +1,6 @@
 //! `metrics.jsonl` and `events.jsonl`: appended a line at a time, never rewritten.
 
+use crate::checkpoint::Disk;
 use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -36,11 +37,15 @@ impl Records {
     /// Names the file.
     pub fn open(directory: &Path) -> Result<Records, RecordsError> {
         let failed = |source| RecordsError { path: directory.to_path_buf(), source };
-        std::fs::create_dir_all(directory).map_err(failed)?;
-        Ok(Records {
-            metrics: Lines::open(directory.join("metrics.jsonl"))?,
-            events: Lines::open(directory.join("events.jsonl"))?,
-        })
+        Disk::real().create_directories(directory).map_err(failed)?;
+        let (metrics, events) = (directory.join("metrics.jsonl"), directory.join("events.jsonl"));
+        let is_new = !metrics.exists() || !events.exists();
+        let records = Records { metrics: Lines::open(metrics)?, events: Lines::open(events)? };
+        if is_new {
+            // Lines that are synced last no longer than the name of their file.
+            Disk::real().sync_directory(directory).map_err(failed)?;
+        }
+        Ok(records)
     }
 
     /// # Errors

@@ -1,5 +1,6 @@
 //! The state that an attempt begins with.
 
+use crate::attempt::records::event;
 use crate::attempt::resume::{self, Sums};
 use crate::attempt::stop::{Stop, fail};
 use crate::attempt::trainer::{Trainer, start_from};
@@ -11,7 +12,7 @@ use crate::state::moves::scatter;
 use crate::state::rank::RankState;
 use crate::state::snapshot::initialize;
 use moejob_protocol::config::Resume;
-use moejob_protocol::report::Event;
+use moejob_protocol::report::{Event, EventKind};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +32,13 @@ impl Trainer {
         match &config.resume {
             Resume::Fresh => match &config.model_from {
                 None => initialize(model, config.training.seed),
-                Some(path) => start_from(Path::new(path), model, comm)?,
+                Some(path) => {
+                    for refused in start_from(Path::new(path), model, comm)? {
+                        let (kind, message) =
+                            (EventKind::Warning, format!("spec.model.from: {refused}"));
+                        tell(event(config.attempt, kind, "OlderCheckpoint", message, []))?;
+                    }
+                }
             },
             Resume::Checkpoint { step, name } => {
                 let directory = PathBuf::from(&config.checkpoint.location).join(name);

@@ -10,9 +10,12 @@ use crate::attempt::records::{event, now};
 use crate::attempt::saves::Patience;
 use crate::attempt::stop::{Stop, fail, storage_failed};
 use crate::checkpoint::desk::Desk;
-use crate::checkpoint::fence::FenceError;
-use crate::checkpoint::look::{Looked, claim_of_another, others_claims};
-use crate::checkpoint::{Disk, Refusal, newest_under, newest_usable, verify};
+use crate::checkpoint::aside::{WAYS_ON, set_aside};
+use crate::checkpoint::fence::{self, FenceError};
+use crate::checkpoint::look::{Looked, claim_of_another, others_claims, resumed_step};
+use crate::checkpoint::{
+    Depth, Disk, Newest, Refusal, newest_under, newest_usable, verify,
+};
 use crate::gang::comm::{AbortHandle, Comm, CommError};
 use crate::state::rank::RankState;
 use crate::state::slot::Slot;
@@ -36,10 +39,18 @@ enum Opened {
     Elsewhere,
 }
 
+/// What rank 0 found before there were records.
+pub(crate) struct FoundStorage {
+    /// Why storage fails, where it does.
+    pub trouble: Option<String>,
+    /// The checkpoints that were set aside, as they were told.
+    pub refused: Vec<Event>,
+}
+
 /// Before the first step: what is there already? Then the claim, which puts newer checkpoints
 /// aside. A job that is made again over the folder of an earlier one goes on from that, with higher
-/// attempts. An attempt that has its state in memory waits for no storage. On rank 0 it gives why
-/// storage fails, where it does.
+/// attempts. An attempt that has its state in memory waits for no storage. On rank 0 it gives what
+/// was found.
 pub(crate) fn open_storage(
     config: &WorkerConfig,
     disk: &Disk,
@@ -47,18 +58,27 @@ pub(crate) fn open_storage(
     patience: &Patience,
     comm: &mut Comm,
     out: &mut dyn FnMut(TrainerEvent),
-) -> Result<Option<String>, Stop> {
-    let mut opened = Opened::Ready;
+) -> Result<FoundStorage, Stop> {
+    let (mut opened, mut refused) = (Opened::Ready, Vec::new());
     if comm.rank() == 0 {
-        opened = first_rank_opens(config, disk, desk, patience, &comm.abort_handle(), out)?;
+        let mut tell = |event: TrainerEvent| {
+            if let TrainerEvent::Event(event) = &event
+                && event.event == EventKind::CheckpointRefused
+            {
+                refused.push(event.clone());
+            }
+            out(event);
+        };
+        opened = first_rank_opens(config, disk, desk, patience, &comm.abort_handle(), &mut tell)?;
     }
     if first_rank_says(comm, matches!(opened, Opened::Elsewhere))? {
         return Err(Stop::Elsewhere);
     }
-    Ok(match opened {
+    let trouble = match opened {
         Opened::Without(trouble) => Some(trouble),
         Opened::Ready | Opened::Elsewhere => None,
-    })
+    };
+    Ok(FoundStorage { trouble, refused })
 }
 
 fn first_rank_opens(
@@ -80,8 +100,8 @@ fn first_rank_opens(
             }
             Some(Looked::Fenced { claimed }) => return Err(Stop::Fenced(claimed)),
             Some(Looked::Newer) => match newer(config, disk) {
-                Ok(Some(found)) => {
-                    out(TrainerEvent::Event(found));
+                Ok(Newest { usable: Some(found), .. }) => {
+                    out(TrainerEvent::Event(found_event(config, found.step, found.name)));
                     // An earlier job's: its attempts are told at once, so that the next attempt
                     // has a number above theirs.
                     if let Ok(Some(attempt)) = claim_of_another(config, disk) {
@@ -89,10 +109,13 @@ fn first_rank_opens(
                     }
                     return Ok(Opened::Elsewhere);
                 }
-                Ok(None) => {
-                    looked_at_newer = true;
-                    continue;
-                }
+                Ok(newest) => match out_of_the_way(config, disk, &newest, out)? {
+                    None => {
+                        looked_at_newer = true;
+                        continue;
+                    }
+                    Some(trouble) => (trouble, false),
+                },
                 Err(FenceError::Fenced { claimed, .. }) => return Err(Stop::Fenced(claimed)),
                 Err(ref error @ FenceError::Io { ref source, .. }) => {
                     (format!("{error}: {source}"), false)
@@ -126,13 +149,52 @@ fn taken_event(config: &WorkerConfig, attempt: u32) -> Event {
     event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)
 }
 
-/// The newest whole one of the checkpoints above what is resumed from. Every byte is read, which
+/// The newest whole one of the checkpoints beyond what is resumed from. Every byte is read, which
 /// takes its time.
-fn newer(config: &WorkerConfig, disk: &Disk) -> Result<Option<Event>, FenceError> {
+fn newer(config: &WorkerConfig, disk: &Disk) -> Result<Newest, FenceError> {
     let location = Path::new(&config.checkpoint.location);
     let claims = others_claims(config, disk)?;
-    let newest = newest_under(disk, location, Some(config.resume.step()), &claims)?;
-    Ok(newest.usable.map(|found| found_event(config, found.step, found.name)))
+    newest_under(disk, location, resumed_step(config), &claims, Depth::Bytes)
+}
+
+/// Nothing beyond what is resumed from can be used. What is refused is set aside and told, so that
+/// neither the claim nor a commit meets it; gives why storage did not let that be. A job that would
+/// begin anew over it ends instead: all that was trained would be replaced.
+fn out_of_the_way(
+    config: &WorkerConfig,
+    disk: &Disk,
+    newest: &Newest,
+    out: &mut dyn FnMut(TrainerEvent),
+) -> Result<Option<String>, Stop> {
+    let location = Path::new(&config.checkpoint.location);
+    if matches!(config.resume, Resume::Fresh)
+        && let Some(refusal) = newest.none_usable(location)
+    {
+        let message = format!("no checkpoint in {} can be used: {}", refusal.name, refusal.why());
+        return Err(fail(3, &message, WAYS_ON));
+    }
+    if let Some(claimed) = fence::higher(disk, location, config.attempt)? {
+        return Err(Stop::Fenced(claimed));
+    }
+    for refusal in &newest.refused {
+        match set_aside(disk, location, refusal) {
+            Ok(put) => out(TrainerEvent::Event(refused_event(config, refusal, &put.words()))),
+            Err(error) => return Ok(Some(format!("{} stays: {error}", refusal.name))),
+        }
+    }
+    Ok(None)
+}
+
+/// `behind`: what becomes of it.
+fn refused_event(config: &WorkerConfig, refusal: &Refusal, behind: &str) -> Event {
+    let step = refusal.name.strip_prefix("step-").and_then(|step| step.parse().ok());
+    let details = [
+        ("step", Detail::Number(step.unwrap_or_default())),
+        ("name", Detail::Text(refusal.name.clone())),
+    ];
+    let reason = refusal.reason();
+    let message = format!("{refusal}; {behind}");
+    event(config.attempt, EventKind::CheckpointRefused, reason, message, details)
 }
 
 /// After each rank has tried to load its part of the checkpoint at `step`: where it is damaged, the
@@ -153,10 +215,10 @@ pub(crate) fn agree_on_loaded(
         return Err(Stop::Elsewhere);
     }
     match loaded {
-        Err(refusal) => Err(refused(&refusal)),
+        Err(refusal) => Err(fail(3, &refusal.to_string(), WAYS_ON)),
         Ok(()) => {
             let message = format!("rank {damaged} cannot load the checkpoint of step {step}");
-            Err(fail(3, &message, "`moejob checkpoint verify` lists what is wrong with it"))
+            Err(fail(3, &message, WAYS_ON))
         }
     }
 }
@@ -174,10 +236,8 @@ fn look_for_other(
     let name = moejob_protocol::checkpoint::directory_name(step);
     let Err(problems) = verify(disk, &location.join(&name)) else { return Ok(false) };
     let Some(usable) = newest_usable(disk, location)?.usable else { return Ok(false) };
-    let message = format!("{}; {} is used", Refusal::of(&name, problems), usable.name);
-    let details = [("step", Detail::Number(step)), ("name", Detail::Text(name))];
-    let kind = EventKind::CheckpointRefused;
-    tell(event(config.attempt, kind, "Damaged", message, details))?;
+    let refusal = Refusal::of(&name, problems);
+    tell(refused_event(config, &refusal, &format!("{} is used", usable.name)))?;
     tell(found_event(config, usable.step, usable.name))?;
     Ok(true)
 }
@@ -356,8 +416,9 @@ pub(crate) fn tell(
     Ok(())
 }
 
-/// A checkpoint that no attempt can go on from ends the job.
+/// A checkpoint of another job, model or data ends the job.
 pub(crate) fn refused(refusal: &Refusal) -> Stop {
-    let advice = "`moejob checkpoint verify` lists all problems; remove it or the cause";
+    let advice = "give the job another name, or another checkpoint.location; `moejob checkpoint \
+                  show` tells whose it is";
     fail(3, &refusal.to_string(), advice)
 }

@@ -50,6 +50,16 @@ impl From<FenceError> for Stop {
     }
 }
 
+impl Stop {
+    /// It came of the step behind so many.
+    pub(super) fn in_step(self, step: u64) -> Stop {
+        match self {
+            Stop::Failed(failure) => Stop::Failed(Failure { step: Some(step), ..failure }),
+            other => other,
+        }
+    }
+}
+
 /// What an attempt says whose device could not be left. The next one could not use it, whatever
 /// ended this one; but where none will come, why is what counts.
 pub(super) fn not_left(ended: Result<AttemptEnd, Stop>, device: Stop) -> Stop {
@@ -89,8 +99,7 @@ pub(crate) fn storage_failed(message: &str) -> Stop {
 }
 
 pub(crate) fn fail(exit_code: i32, message: &str, advice: &str) -> Stop {
-    let (message, advice) = (message.to_string(), advice.to_string());
-    Stop::Failed(Failure { exit_code, message, advice })
+    Stop::Failed(Failure::new(exit_code, message, advice))
 }
 
 #[cfg(test)]

@@ -192,8 +192,11 @@ impl Trainer {
         self.desk.settle();
         agree_on_data(corpus, &mut comm)?;
         let (disk, desk, patience) = (&self.disk, &self.desk, &self.patience);
-        let trouble = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
+        let found = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
         let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
+        if let Some(records) = &records {
+            found.refused.iter().for_each(|refused| records.event(refused));
+        }
         let rank = comm.rank();
         start.passed(Passage::Storage);
         let trained = self.trained;
@@ -283,12 +286,13 @@ impl Trainer {
             held_out: None,
             memory: &self.memory,
         };
-        if let Some(trouble) = trouble
+        if let Some(trouble) = found.trouble
             && let Some(news) = run.saves.begin_degraded(&trouble)
         {
             run.tell_storage(news)?;
         }
         let ended = run.train(corpus);
+        let ended = ended.map_err(|stop| stop.in_step(run.step));
         run.over.tell();
         tracing::debug!("steps are over");
         self.products = products::of(&run.engine.model);
@@ -413,8 +417,13 @@ fn state_bytes(model: &Model) -> u64 {
     elements * 3 * model.shape.float_bytes
 }
 
-/// Weights that others trained, the same on every rank.
-pub(super) fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Result<(), Stop> {
+/// Weights that others trained, the same on every rank; gives what rank 0 tells of newer ones that
+/// are refused.
+pub(super) fn start_from(
+    path: &Path,
+    model: &mut Model,
+    comm: &mut Comm,
+) -> Result<Vec<String>, Stop> {
     let refused = |refusal: crate::checkpoint::Refusal| {
         let advice = "leave out of spec.model what the weights say; `moejob checkpoint import` of \
                       the directory lists what else is wrong";
@@ -429,7 +438,8 @@ pub(super) fn start_from(path: &Path, model: &mut Model, comm: &mut Comm) -> Res
             return Err(fail(3, &message, "give every node the same files"));
         }
     }
-    Ok(())
+    let first = comm.rank() == 0;
+    Ok(weights.passed_over().iter().filter(|_| first).cloned().collect())
 }
 
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
@@ -476,6 +486,5 @@ pub fn unsupported(config: &WorkerConfig) -> Option<Failure> {
         (!config.layout.covers(model), "the placement leaves an expert without a rank"),
     ];
     let found = wrong.into_iter().find(|(wrong, _)| *wrong)?;
-    let (message, advice) = (found.1.to_string(), "change the manifest".to_string());
-    Some(Failure { exit_code: 2, message, advice })
+    Some(Failure::new(2, found.1, "change the manifest"))
 }

@@ -185,7 +185,12 @@ impl Disk {
 /// there already, or is no regular file.
 pub fn may_heal(error: &std::io::Error) -> bool {
     use std::io::ErrorKind;
-    let lasting = [ErrorKind::NotFound, ErrorKind::UnexpectedEof, ErrorKind::InvalidData];
+    let lasting = [
+        ErrorKind::NotFound,
+        ErrorKind::UnexpectedEof,
+        ErrorKind::InvalidData,
+        ErrorKind::NotADirectory,
+    ];
     // What `open` says of a link in a file's place.
     let is_link = error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error());
     error.raw_os_error().is_some() && !is_link && !lasting.contains(&error.kind())

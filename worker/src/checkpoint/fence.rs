@@ -3,8 +3,11 @@
 //! Rank 0 of attempt N creates `attempts/N.json` before it commits anything. A checkpoint of
 //! attempt M at step s counts only if every later claim resumed at a step >= s; so whatever a
 //! cut-off gang still writes is never used, and nothing it writes overwrites anything.
+//!
+//! A claim rules checkpoints out, so a damaged one must not: it carries the BLAKE3 of what it says.
+//! Claims of releases that wrote none are taken as they stand.
 
-use super::Disk;
+use super::{Cause, Disk, aside};
 use super::manifest::manifest_in;
 use moejob_protocol::checkpoint::directory_name;
 use serde::{Deserialize, Serialize};
@@ -31,6 +34,33 @@ pub struct Claim {
     pub time: String,
 }
 
+/// A claim as its file has it.
+#[derive(Debug, Serialize, Deserialize)]
+struct Sealed {
+    #[serde(flatten)]
+    claim: Claim,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    blake3: Option<String>,
+}
+
+impl Claim {
+    fn hash(&self) -> String {
+        let Claim { attempt, resume_step, job_uid, time } = self;
+        let text = format!("{attempt} {resume_step} {job_uid:?} {time:?}");
+        blake3::hash(text.as_bytes()).to_hex().to_string()
+    }
+
+    fn sealed(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&Sealed { claim: self.clone(), blake3: Some(self.hash()) })
+    }
+
+    /// What a file says, where it says what was written.
+    fn unsealed(text: &[u8]) -> Option<Claim> {
+        let Sealed { claim, blake3 } = serde_json::from_slice(text).ok()?;
+        blake3.is_none_or(|hash| hash == claim.hash()).then_some(claim)
+    }
+}
+
 /// A longer file is no claim.
 const CLAIM_BYTES_MAX: u64 = 64 << 10;
 
@@ -40,7 +70,7 @@ fn io(path: &Path) -> impl Fn(std::io::Error) -> FenceError {
 
 /// All claims, ascending. One that was never completed was never acted upon: its attempt committed
 /// nothing, so it fences what came before but resumed from nothing. Whatever else has a claim's
-/// name (a link, a FIFO, a file too large) is taken for such.
+/// name (a link, a FIFO, a file too large, one that is damaged) is taken for such.
 ///
 /// # Errors
 /// Storage fails; that there is no directory of claims is no error.
@@ -61,9 +91,7 @@ pub fn claims(disk: &Disk, location: &Path) -> Result<Vec<Claim>, FenceError> {
             Err(error) if super::disk::may_heal(&error) => return Err(io(&path)(error)),
             Err(_) => Vec::new(),
         };
-        let claim = serde_json::from_slice(&text).ok().filter(|claim: &Claim| {
-            claim.attempt == attempt
-        });
+        let claim = Claim::unsealed(&text).filter(|claim| claim.attempt == attempt);
         claims.push(claim.unwrap_or(Claim {
             attempt,
             resume_step: u64::MAX,
@@ -145,7 +173,7 @@ impl Claiming {
     fn write(&mut self, disk: &Disk, directory: &Path) -> Result<(), FenceError> {
         let own = self.claim.attempt;
         let path = directory.join(format!("{own}.json"));
-        let text = serde_json::to_vec(&self.claim).map_err(|error| io(&path)(error.into()))?;
+        let text = self.claim.sealed().map_err(|error| io(&path)(error.into()))?;
         if self.created {
             match disk.remove_file(&path) {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(io(&path)(error)),
@@ -199,7 +227,8 @@ pub fn claim(disk: &Disk, location: &Path, claim: &Claim) -> Result<(), FenceErr
 }
 
 /// Removes staging of attempts before `attempt`, and moves checkpoints aside that do not count. One
-/// that was moved aside and does count, since its mover was cut off on the way, goes back.
+/// that was moved aside and does count, since its mover was cut off on the way, goes back. Staging of
+/// a step of which something was set aside stays: it may be the other half of that.
 ///
 /// # Errors
 /// The first thing that could not be done; the others are done nevertheless.
@@ -212,9 +241,12 @@ pub fn tidy(disk: &Disk, location: &Path, attempt: u32) -> Result<(), FenceError
         }
         _ => {}
     };
-    for name in disk.names(location).map_err(io(location))? {
-        let path = location.join(&name);
-        let is_old = staged_by(&name).is_some_and(|staged| staged < attempt);
+    let names = disk.names(location).map_err(io(location))?;
+    for name in &names {
+        let path = location.join(name);
+        let is_old = staged_by(name).is_some_and(|(staged, step)| {
+            staged < attempt && !aside::has_any(&names, step)
+        });
         if is_old || name.starts_with(".gone-") {
             keep(disk.remove_directory(&path), &path);
         } else if name.starts_with(".aside-") {
@@ -233,24 +265,38 @@ pub fn tidy(disk: &Disk, location: &Path, attempt: u32) -> Result<(), FenceError
     first
 }
 
-/// What lies aside goes back into its place where it counts and nothing has taken it.
+/// What lies aside goes back into its place where it counts and nothing has taken it. What an
+/// attempt wrote that was cut off goes; what cannot be read is a refused checkpoint as any other.
 fn back_or_away(
     disk: &Disk,
     location: &Path,
-    aside: &Path,
+    path: &Path,
     claims: &[Claim],
 ) -> std::io::Result<()> {
-    let manifest = match manifest_in(disk, aside) {
+    let manifest = match manifest_in(disk, path) {
         Ok(manifest) => manifest,
         Err(Some(error)) => return Err(error),
-        Err(None) => return disk.remove_directory(aside),
+        Err(None) => {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let step = name.split_once("-step-").and_then(|(_, step)| step.split('.').next());
+            let Some(step) = step.and_then(|step| step.parse().ok()) else { return Ok(()) };
+            let of = (&directory_name(step)[..], Cause::Damage);
+            return aside::put(disk, location, path, of).map(|_| ());
+        }
     };
     let place = location.join(directory_name(manifest.step));
-    if counts(claims, manifest.attempt, manifest.step) && !place.exists() {
-        disk.rename(aside, &place)?;
+    if !counts(claims, manifest.attempt, manifest.step) {
+        return disk.remove_directory(path);
+    }
+    if place.symlink_metadata().is_err() {
+        disk.rename(path, &place)?;
         return disk.sync_directory(location);
     }
-    disk.remove_directory(aside)
+    match manifest_in(disk, &place) {
+        Ok(_) => disk.remove_directory(path),
+        // Of the two this is the better one.
+        Err(error) => error.map_or(Ok(()), Err),
+    }
 }
 
 /// `.aside-a3-step-00000200` was moved aside and is of attempt 3.
@@ -263,10 +309,11 @@ pub fn staging_name(attempt: u32, step: u64) -> String {
     format!(".a{attempt}-{}", directory_name(step))
 }
 
-fn staged_by(name: &str) -> Option<u32> {
+/// The attempt and the step of a staging directory's name.
+fn staged_by(name: &str) -> Option<(u32, u64)> {
     let (attempt, rest) = name.strip_prefix(".a")?.split_once('-')?;
-    rest.strip_prefix("step-")?;
-    attempt.parse().ok()
+    let step = rest.strip_prefix("step-")?.parse().ok()?;
+    Some((attempt.parse().ok()?, step))
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@
 use super::load::Shards;
 use super::manifest::PARTS;
 use super::values::{convert, first_non_finite, float_named, name_of};
-use super::{Disk, NOT_FINITE, Problem, check, seal};
+use super::{Disk, NOT_FINITE, Problem, check, model_is_sane, seal};
 use super::staging::{Failed, Staging, Writing, runs};
 use moejob_kernels::DType;
 use moejob_kernels::philox::normals;
@@ -94,6 +94,8 @@ pub fn grow(
     let name = directory_name(source.step);
     let target = out.join(&name);
     let model = grown(&source.model, growth);
+    let refused = |why: String| Failed::Refused(Problem::new("manifest.json", &why));
+    model_is_sane(&model).map_err(refused)?;
     let params = model.params();
     let tensors = origins(source, &params);
     let largest = tensors.iter().filter(|tensor| tensor.doubled).map(Origin::numel).max();

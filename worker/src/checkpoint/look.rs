@@ -1,8 +1,9 @@
 //! What an attempt finds in storage before its first step, and its claim.
 //!
 //! ```text
-//! is it there? -> newer checkpoints than what is resumed from? -> another job's claim? -> claim
+//! is it there? -> checkpoints beyond what is resumed from? -> another job's claim? -> claim
 //! ```
+//! Checkpoints that are refused count as there: a fresh job does not begin over them.
 
 use super::fence::{self, Claim, Claiming, FenceError, tidy};
 use super::{Disk, list_above};
@@ -18,7 +19,7 @@ pub enum Looked {
     Claimed,
     /// The attempt before is still writing: the claim comes before this one's first commit.
     Later,
-    /// There are newer checkpoints than the one that the attempt resumes from.
+    /// There are checkpoints beyond the one that the attempt resumes from, usable or refused.
     Newer,
     /// Another job has claimed attempts up to this one.
     Taken { attempt: u32 },
@@ -51,7 +52,7 @@ fn is_mistake(error: &std::io::Error) -> bool {
 }
 
 /// Looks, and claims where nothing speaks against it. Whoever has `looked_at_newer` checkpoints
-/// knows that none of them can be used.
+/// knows that none of them can be used, and has set them aside.
 pub fn look_and_claim(
     config: &WorkerConfig,
     disk: &Disk,
@@ -118,14 +119,23 @@ pub fn others_claims(config: &WorkerConfig, disk: &Disk) -> Result<Vec<Claim>, F
     Ok(claims)
 }
 
+/// The step of what the attempt resumes from; none: it begins with initial weights, so that a
+/// checkpoint of step 0 is news, too.
+pub fn resumed_step(config: &WorkerConfig) -> Option<u64> {
+    match &config.resume {
+        Resume::Fresh => None,
+        Resume::Checkpoint { .. } | Resume::Memory { .. } => Some(config.resume.step()),
+    }
+}
+
 fn has_newer(config: &WorkerConfig, disk: &Disk) -> Result<bool, FenceError> {
     let location = Path::new(&config.checkpoint.location);
     let claims = others_claims(config, disk)?;
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
-    let found = list_above(disk, location, Some(config.resume.step())).map_err(io)?;
-    Ok(found.iter().any(|found| {
-        let manifest = found.manifest.as_ref();
-        manifest.is_ok_and(|manifest| fence::counts(&claims, manifest.attempt, found.step))
+    let found = list_above(disk, location, resumed_step(config)).map_err(io)?;
+    Ok(found.iter().any(|found| match &found.manifest {
+        Ok(manifest) => fence::counts(&claims, manifest.attempt, found.step),
+        Err(_) => true,
     }))
 }
 

@@ -2,10 +2,11 @@
 
 use super::disk::may_heal;
 use super::values::float_named;
-use super::{Disk, Problem, Refusal};
+use super::{Cause, Disk, Problem, Refusal};
 use moejob_kernels::LossScaling;
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, CheckpointManifest, Part, SPEC_HASH_VERSION, ScaleEntry, directory_name,
+    CHECKPOINT_VERSION, CheckpointManifest, MANIFEST_BYTES_MAX, PARAMS_MAX, Part,
+    SPEC_HASH_VERSION, ScaleEntry, TENSORS_MAX, directory_name,
 };
 use moejob_protocol::layout::BLOCK;
 use moejob_protocol::model::Param;
@@ -13,10 +14,6 @@ use moejob_protocol::slices::{SLICES, Slices};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// A longer manifest is refused before it is read.
-pub const MANIFEST_BYTES_MAX: u64 = 256 << 20;
-/// More tensors than this are no model.
-const TENSORS_MAX: usize = 300_000;
 const HEX: usize = 64;
 const SEAL: &str = ",\"blake3\":\"";
 
@@ -59,9 +56,10 @@ pub fn unseal(text: &[u8]) -> Result<CheckpointManifest, Problem> {
         .map_err(|error| broken(&format!("it cannot be read: {error}")))?
         .version;
     if version > CHECKPOINT_VERSION {
-        return Err(broken(&format!(
+        let why = format!(
             "version {version} is newer than {CHECKPOINT_VERSION}: upgrade moejob to read it"
-        )));
+        );
+        return Err(Problem { cause: Cause::Newer, ..broken(&why) });
     }
     serde_json::from_slice(&json).map_err(|error| broken(&format!("it cannot be read: {error}")))
 }
@@ -85,7 +83,7 @@ pub fn check(manifest: &CheckpointManifest, directory: &str) -> Vec<Problem> {
     {
         problem("manifest.json", format!("a loss scale of {scale} is none that training makes"));
     }
-    if manifest.tensors.len() > TENSORS_MAX {
+    if manifest.tensors.len() as u64 > TENSORS_MAX {
         problem("manifest.json", format!("{} tensors", manifest.tensors.len()));
         return problems;
     }
@@ -194,14 +192,10 @@ fn params_of(manifest: &CheckpointManifest) -> Result<Vec<Param>, Problem> {
 /// # Errors
 /// What is absurd about it.
 pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), String> {
-    let Slices { count, width, .. } = model.slices();
+    let Slices { width, .. } = model.slices();
     let each = model.experts.slices;
     if !SLICES.contains(&each) || width.checked_mul(each) != Some(model.experts.intermediate_size) {
         return Err(format!("a model with {each} slices of each expert"));
-    }
-    let rows = u64::from(model.num_hidden_layers) * (u64::from(count) * 3 + 20);
-    if rows > TENSORS_MAX as u64 {
-        return Err(format!("a model of {rows} tensors"));
     }
     let sizes = [model.hidden_size, model.vocab_size, model.num_attention_heads, model.head_dim];
     if sizes.iter().any(|size| *size == 0 || *size > 1 << 24) {
@@ -217,7 +211,10 @@ pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), 
     {
         return Err("a model of impossible sizes".to_string());
     }
-    Ok(())
+    match model.rows() {
+        rows if rows > PARAMS_MAX => Err(format!("a model of {rows} tensors, at most {PARAMS_MAX}")),
+        _ => Ok(()),
+    }
 }
 
 /// What is said of a tensor with a value that no training makes.
@@ -296,12 +293,13 @@ pub(crate) fn value_differences(
 
 impl Problem {
     pub(crate) fn new(what: &str, why: &str) -> Problem {
-        Problem { what: what.to_string(), why: why.to_string(), may_heal: false }
+        Problem { what: what.to_string(), why: why.to_string(), cause: Cause::Damage }
     }
 
     /// What storage answered.
     pub(crate) fn of_io(what: &str, error: &std::io::Error) -> Problem {
-        Problem { may_heal: may_heal(error), ..Problem::new(what, &error.to_string()) }
+        let cause = if may_heal(error) { Cause::Storage } else { Cause::Damage };
+        Problem { cause, ..Problem::new(what, &error.to_string()) }
     }
 }
 

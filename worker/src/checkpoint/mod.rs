@@ -4,9 +4,11 @@
 //! snapshot -> .aN-step-X/aN-rR-0.safetensors + aN-rR.pieces    every rank, by its worker's scribe
 //!          -> acknowledged in a step's end -> manifest.json -> step-X/          rank 0
 //! list -> which count -> verify -> the newest usable -> load into any layout
+//!                          `-> refused: told, set aside by name, never removed
 //! ```
 //! A checkpoint exists if and only if its manifest does and every piece's BLAKE3 matches.
 
+pub mod aside;
 pub mod best;
 pub mod desk;
 mod disk;
@@ -17,6 +19,7 @@ pub mod look;
 mod manifest;
 pub mod products;
 pub(crate) mod recut;
+mod retention;
 pub(crate) mod safetensors;
 pub mod scribe;
 pub(crate) mod staging;
@@ -32,13 +35,12 @@ pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
 pub use staging::Failed;
-pub use write::{Committed, Identity, WriteError, commit, prune, write_shard};
+pub use write::{Committed, Identity, WriteError, commit, write_shard};
 pub use writer::Writer;
 
 use fence::FenceError;
-use manifest::MANIFEST_BYTES_MAX;
 use moejob_protocol::CheckpointManifest;
-use moejob_protocol::checkpoint::directory_name;
+use moejob_protocol::checkpoint::{MANIFEST_BYTES_MAX, directory_name};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -56,8 +58,18 @@ pub fn shard_tensors(file: &File, bytes: u64) -> Result<usize, String> {
 pub struct Problem {
     pub what: String,
     pub why: String,
+    pub cause: Cause,
+}
+
+/// What a problem comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// Something is missing, or other than it was written.
+    Damage,
+    /// A newer release wrote it.
+    Newer,
     /// Storage failed while it was looked at: another try may find it well.
-    pub may_heal: bool,
+    Storage,
 }
 
 impl std::fmt::Display for Problem {
@@ -82,7 +94,30 @@ pub struct Refusal {
 impl Refusal {
     /// Storage failed while it was looked at: another try may find it well.
     pub fn may_heal(&self) -> bool {
-        self.problems.iter().any(|problem| problem.may_heal)
+        self.cause() == Cause::Storage
+    }
+
+    /// The gravest of its problems': what storage hides is not known to be damaged, and what a newer
+    /// release wrote may be whole to that.
+    pub fn cause(&self) -> Cause {
+        let has = |cause| self.problems.iter().any(|problem| problem.cause == cause);
+        let causes = [Cause::Storage, Cause::Newer];
+        causes.into_iter().find(|cause| has(*cause)).unwrap_or(Cause::Damage)
+    }
+
+    /// Of the event that tells it.
+    pub fn reason(&self) -> &'static str {
+        match self.cause() {
+            Cause::Newer => "NewerVersion",
+            Cause::Damage | Cause::Storage => "Damaged",
+        }
+    }
+}
+
+impl Refusal {
+    /// What is wrong with it, in one line.
+    pub fn why(&self) -> String {
+        shown(&self.problems)
     }
 }
 
@@ -156,9 +191,14 @@ pub fn show(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Pro
 
 fn read(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
     let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let is_link = std::fs::symlink_metadata(directory).is_ok_and(|at| at.is_symlink());
-    if is_link {
-        return Err(vec![Problem::new(name, "it is a symbolic link")]);
+    // What was set aside is looked at as what it was.
+    let name = name.split('.').next().unwrap_or(name);
+    match std::fs::symlink_metadata(directory) {
+        Ok(of) if of.is_symlink() => return Err(vec![Problem::new(".", "it is a symbolic link")]),
+        Ok(of) if !of.is_dir() => {
+            return Err(vec![Problem::new(".", "it is a file, and a checkpoint is a folder")]);
+        }
+        _ => {}
     }
     let path = directory.join("manifest.json");
     let text = disk.read(&path, MANIFEST_BYTES_MAX).map_err(|error| match error.kind() {
@@ -228,7 +268,7 @@ fn verify_file(
     safetensors::read_header(&file, bytes).map(|_| ()).map_err(|why| problem(&why))
 }
 
-/// The newest checkpoint that can be resumed from, and those newer ones that cannot.
+/// The newest checkpoint that can be used, and those newer ones that cannot.
 #[derive(Clone, Debug, Default)]
 pub struct Newest {
     pub usable: Option<Found>,
@@ -236,54 +276,90 @@ pub struct Newest {
     pub refused: Vec<Refusal>,
 }
 
+impl Newest {
+    /// What is said of those that are passed over for the one that is used, a line each.
+    pub fn passed_over(&self) -> Vec<String> {
+        let used = self.usable.as_ref().map_or("nothing", |found| &found.name);
+        self.refused.iter().map(|refusal| format!("{refusal}; {used} is used")).collect()
+    }
+
+    /// Something lies in `location`, and nothing of it can be used: all that is wrong with it.
+    pub fn none_usable(&self, location: &Path) -> Option<Refusal> {
+        if self.usable.is_some() || self.refused.is_empty() {
+            return None;
+        }
+        let of = |refusal: &Refusal| {
+            let of_one = |problem: &Problem| {
+                let what = match problem.what.as_str() {
+                    "." => refusal.name.clone(),
+                    what => format!("{}/{what}", refusal.name),
+                };
+                Problem { what, ..problem.clone() }
+            };
+            refusal.problems.iter().map(of_one).collect::<Vec<Problem>>()
+        };
+        let problems = self.refused.iter().flat_map(of).collect();
+        Some(Refusal::of(&location.display().to_string(), problems))
+    }
+}
+
+/// How much of a checkpoint is read before it counts as usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// Its manifest alone.
+    Manifest,
+    /// Every byte.
+    Bytes,
+}
+
 /// Looks from the newest checkpoint backwards for one that counts under the claims and verifies.
 ///
 /// # Errors
 /// Storage fails, so that nothing can be said of one of them.
 pub fn newest_usable(disk: &Disk, location: &Path) -> Result<Newest, FenceError> {
-    newest_above(disk, location, None)
+    newest_under(disk, location, None, &fence::claims(disk, location)?, Depth::Bytes)
 }
 
-/// The same among those of more steps than `step`; older ones are not looked at.
+/// The newest whose manifest can be read, as [`newest_usable`] finds the newest that is whole.
 ///
 /// # Errors
 /// Storage fails, so that nothing can be said of one of them.
-pub fn newest_above(
-    disk: &Disk,
-    location: &Path,
-    step: Option<u64>,
-) -> Result<Newest, FenceError> {
-    newest_under(disk, location, step, &fence::claims(disk, location)?)
+pub fn newest_described(disk: &Disk, location: &Path) -> Result<Newest, FenceError> {
+    newest_under(disk, location, None, &fence::claims(disk, location)?, Depth::Manifest)
 }
 
-/// The same under these claims.
+/// The newest usable one under these claims, among those of more steps than `above`; older ones are
+/// not looked at.
 ///
 /// # Errors
 /// Storage fails, so that nothing can be said of one of them.
 pub fn newest_under(
     disk: &Disk,
     location: &Path,
-    step: Option<u64>,
+    above: Option<u64>,
     claims: &[fence::Claim],
+    depth: Depth,
 ) -> Result<Newest, FenceError> {
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
     let mut newest = Newest::default();
-    for found in list_above(disk, location, step).map_err(io)?.into_iter().rev() {
-        let verified = found.manifest.clone().and_then(|_| verify(disk, &found.path));
-        match verified {
-            // What a fenced attempt left is no damage and no news.
-            Ok(manifest) if !fence::counts(claims, manifest.attempt, found.step) => {}
-            Ok(_) => {
-                newest.usable = Some(found);
-                break;
+    for found in list_above(disk, location, above).map_err(io)?.into_iter().rev() {
+        let verified = match (&found.manifest, depth) {
+            // What a fenced attempt left is no news, and nobody needs its bytes.
+            (Ok(manifest), _) if !fence::counts(claims, manifest.attempt, found.step) => continue,
+            (Ok(_), Depth::Manifest) => Ok(()),
+            (Ok(_), Depth::Bytes) => verify(disk, &found.path).map(|_| ()),
+            (Err(problems), _) => Err(problems.clone()),
+        };
+        let Err(problems) = verified else {
+            newest.usable = Some(found);
+            break;
+        };
+        match problems.iter().find(|problem| problem.cause == Cause::Storage) {
+            Some(problem) => {
+                let why = format!("{}: {problem}", found.name);
+                return Err(io(std::io::Error::other(why)));
             }
-            Err(problems) => match problems.iter().find(|problem| problem.may_heal) {
-                Some(problem) => {
-                    let why = format!("{}: {problem}", found.name);
-                    return Err(io(std::io::Error::other(why)));
-                }
-                None => newest.refused.push(Refusal::of(&found.name, problems)),
-            },
+            None => newest.refused.push(Refusal::of(&found.name, problems)),
         }
     }
     Ok(newest)

@@ -2,15 +2,12 @@
 //! tensors that fill the rest without gap.
 
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
+use moejob_protocol::checkpoint::{HEADER_BYTES_MAX, TENSORS_MAX};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// A longer header is refused before it is read.
-pub const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// More tensors in one file are no model.
-const TENSORS_MAX: usize = 100_000;
 /// The longest name of a tensor.
 const NAME_BYTES_MAX: usize = 512;
 
@@ -59,7 +56,7 @@ impl<'de> Deserialize<'de> for Entries {
                         map.next_value::<BTreeMap<String, String>>()?;
                         continue;
                     }
-                    if entries.len() == TENSORS_MAX {
+                    if entries.len() as u64 == TENSORS_MAX {
                         return Err(A::Error::custom(format!("more than {TENSORS_MAX} tensors")));
                     }
                     entries.push((name, map.next_value()?));

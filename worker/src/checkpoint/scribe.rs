@@ -13,6 +13,7 @@
 use super::desk::{Ask, News, Told};
 use super::fence::{Claim, Claiming};
 use super::look::{Looked, look_and_claim};
+use super::retention::Retention;
 use super::write::Beside;
 use super::writer::{Progress, Rest};
 use super::{Disk, Identity, Writer};
@@ -45,6 +46,7 @@ struct State {
     earlier: Option<(u32, Writer)>,
     /// The newest commit that was told to the leader.
     heard: u64,
+    retention: Retention,
 }
 
 impl std::fmt::Debug for Scribe {
@@ -177,13 +179,17 @@ impl Scribe {
         let Some(config) = &state.config else { return };
         let attempt = config.attempt;
         let identity = Identity::of(config, fingerprint);
+        if let Resume::Checkpoint { step, .. } = &config.resume {
+            // The ranks have loaded all of it.
+            state.retention.know(*step);
+        }
+        let holds = (state.claiming.clone(), state.retention.clone());
         let teller = self.teller(attempt);
         let on_change = Box::new(move |progress: &mut Progress| {
             let removed = std::mem::take(&mut progress.removed);
             teller(News::Progress(Progress { removed, ..progress.clone() }));
         });
-        let claiming = state.claiming.clone();
-        match Writer::start(identity, self.disk.clone(), claiming, retry, on_change) {
+        match Writer::start(identity, self.disk.clone(), holds, retry, on_change) {
             Ok(writer) => state.writer = Some(writer),
             Err(error) => {
                 let error = Some(format!("no thread for checkpoints: {error}"));

@@ -1,7 +1,8 @@
 //! Writing a directory of safetensors: staged beside its place, one tensor after the other, renamed
 //! when it is whole.
 
-use super::Problem;
+use super::{Disk, Problem};
+use crate::data::durable;
 use moejob_protocol::checkpoint::FileEntry;
 use serde_json::{Map, Value, json};
 use std::fs::{File, OpenOptions};
@@ -49,7 +50,7 @@ impl Staging {
             return Err(Failed::Exists { path: target.to_path_buf() });
         }
         let write = |path: &Path, source| Failed::Write { path: path.to_path_buf(), source };
-        std::fs::create_dir_all(parent).map_err(|error| write(parent, error))?;
+        Disk::real().create_directories(parent).map_err(|error| write(parent, error))?;
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         let path = parent.join(format!(".{name}.{}.part", std::process::id()));
         std::fs::create_dir(&path).map_err(|error| write(&path, error))?;
@@ -71,16 +72,28 @@ impl Staging {
         write().map_err(|error| self.io(error))
     }
 
+    /// A file of another directory, by this name.
+    ///
+    /// # Errors
+    /// The disk is full, or one of both cannot be used.
+    pub fn copy(&self, from: &Path, name: &str) -> Result<(), Failed> {
+        let to = self.path.join(name);
+        let copy = || {
+            std::fs::copy(from, &to)?;
+            // It has the rights of what it is a copy of, which may forbid to write.
+            File::open(&to)?.sync_all()
+        };
+        copy().map_err(|error| self.io(error))
+    }
+
     /// Makes everything durable and gives it its name.
     ///
     /// # Errors
     /// The disk failed, or something has taken the name meanwhile.
     pub fn commit(mut self, target: &Path) -> Result<PathBuf, Failed> {
-        let sync = |path: &Path| File::open(path)?.sync_all();
         let rename = || {
-            sync(&self.path)?;
-            std::fs::rename(&self.path, target)?;
-            target.parent().filter(|at| !at.as_os_str().is_empty()).map_or(Ok(()), sync)
+            File::open(&self.path)?.sync_all()?;
+            durable::rename(&self.path, target)
         };
         rename().map_err(|source| Failed::Write { path: target.to_path_buf(), source })?;
         self.done = true;

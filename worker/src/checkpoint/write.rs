@@ -3,11 +3,11 @@
 //! Whatever fails can be done again from its beginning: storage may fail between any two effects
 //! and heal later.
 
-use super::manifest::{NOT_FINITE, PARTS};
-use super::values::{first_non_finite, name_of};
+use super::aside::{Put, set_aside};
 use super::fence::{self, FenceError, aside_name, staging_name};
-use super::manifest::manifest_in;
-use super::{Disk, best, list, seal};
+use super::manifest::{NOT_FINITE, PARTS, check, manifest_in};
+use super::values::{first_non_finite, name_of};
+use super::{Disk, Problem, Refusal, seal, verify};
 use crate::state::rank::place;
 use crate::state::slot::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
@@ -15,7 +15,8 @@ use moejob_kernels::DType;
 use moejob_protocol::config::Precision;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::checkpoint::{
-    CHECKPOINT_VERSION, FileEntry, Piece, ScaleEntry, TensorEntry, directory_name,
+    CHECKPOINT_VERSION, FileEntry, MANIFEST_BYTES_MAX, Piece, ScaleEntry, TENSORS_MAX, TensorEntry,
+    directory_name,
 };
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param};
@@ -202,13 +203,23 @@ pub fn write_shard(
 }
 
 /// How a commit ended that did not fail.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Committed {
     Yes,
     /// `last_word` said no.
     No,
     /// What the ranks wrote has gone: this checkpoint will never be.
     Vanished,
+    /// No reader would take it: no storage can help.
+    Refused(Problem),
+}
+
+/// What became of a manifest.
+enum Manifest {
+    Written,
+    /// The ranks' shards are not there.
+    NoShards,
+    Refused(Problem),
 }
 
 /// Puts the acknowledged shards of all ranks together: manifest, then the rename that commits. May
@@ -232,9 +243,17 @@ pub fn commit(
     }
     // One that an earlier try made durable says all that the ranks' pieces said, and they may be
     // gone.
-    let made = manifest_in(disk, &staging).is_ok_and(|made| made.step == step);
-    if !made && !write_manifest(disk, identity, step).map_err(io)? {
-        return Ok(Committed::Vanished);
+    let is_made = || manifest_in(disk, &staging).is_ok_and(|made| made.step == step);
+    if !is_made() {
+        match write_manifest(disk, identity, step).map_err(io)? {
+            Manifest::Written => {}
+            Manifest::NoShards => return Ok(Committed::Vanished),
+            Manifest::Refused(problem) => return Ok(Committed::Refused(problem)),
+        }
+        // What no reader takes back is no checkpoint. Its pieces are still there for another try.
+        if !is_made() {
+            return Err(io(std::io::Error::other("manifest.json is not read as it was written")));
+        }
     }
     for rank in 0..identity.layout.mesh.world() {
         match disk.remove_file(&staging.join(identity.pieces_name(rank))) {
@@ -257,14 +276,23 @@ pub fn commit(
     Ok(Committed::Yes)
 }
 
-/// Makes the manifest of a staged checkpoint durable; false: the ranks' shards are not there.
-fn write_manifest(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<bool> {
+/// Makes the manifest of a staged checkpoint durable, if readers will take it.
+fn write_manifest(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Manifest> {
     let staging = identity.staging(step);
     let manifest = match assemble(disk, identity, step) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Ok(Manifest::NoShards);
+        }
         assembled => assembled?,
     };
+    if let Some(problem) = check(&manifest, &directory_name(step)).into_iter().next() {
+        return Ok(Manifest::Refused(problem));
+    }
     let sealed = seal(&manifest)?;
+    if sealed.len() as u64 > MANIFEST_BYTES_MAX {
+        let why = format!("{} bytes, at most {MANIFEST_BYTES_MAX}: use fewer ranks", sealed.len());
+        return Ok(Manifest::Refused(Problem::new("manifest.json", &why)));
+    }
     let (part, whole) = (staging.join("manifest.json.part"), staging.join("manifest.json"));
     let mut file = disk.create_anew(&part)?;
     disk.write(&mut file, &sealed)?;
@@ -272,7 +300,7 @@ fn write_manifest(disk: &Disk, identity: &Identity, step: u64) -> std::io::Resul
     drop(file);
     disk.rename(&part, &whole)?;
     disk.sync_directory(&staging)?;
-    Ok(true)
+    Ok(Manifest::Written)
 }
 
 /// The claim of this attempt lies where checkpoints go, so it is the storage that was claimed, and
@@ -305,7 +333,8 @@ fn is_committed(disk: &Disk, identity: &Identity, step: u64) -> Result<bool, Fen
 }
 
 /// Makes room for the commit of `step`. What stands there does not count, or this attempt would
-/// have resumed from it; should it turn out to be a newer attempt's, it goes back.
+/// have resumed from it; should it turn out to be a newer attempt's, it goes back. What is damaged
+/// keeps lying there under another name.
 fn move_aside(
     disk: &Disk,
     identity: &Identity,
@@ -322,6 +351,17 @@ fn move_aside(
     if let Some(claimed) = newer(target)? {
         return Err(FenceError::Fenced { own, claimed });
     }
+    if let Err(problems) = verify(disk, target) {
+        let refusal = Refusal::of(&directory_name(step), problems);
+        if refusal.may_heal() {
+            return Err(io(std::io::Error::other(refusal.to_string())));
+        }
+        let put = set_aside(disk, &identity.location, &refusal).map_err(io)?;
+        tracing::warn!("{refusal}; {}", put.words());
+        if let Put::Aside(_) = put {
+            return Ok(());
+        }
+    }
     let mut aside = identity.location.join(aside_name(own, step));
     for number in 1.. {
         if !aside.exists() {
@@ -337,8 +377,8 @@ fn move_aside(
     Ok(())
 }
 
-/// The longest list of a rank's pieces.
-const PIECES_BYTES_MAX: u64 = 256 << 20;
+/// The longest list of a rank's pieces: a hash each.
+const PIECES_BYTES_MAX: u64 = TENSORS_MAX * 128;
 
 fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<CheckpointManifest> {
     let staging = identity.staging(step);
@@ -399,40 +439,4 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
         files,
         others: BTreeMap::new(),
     })
-}
-
-/// Removes all but the newest `keep` checkpoints that count, and the best one; gives the steps of
-/// those removed.
-///
-/// # Errors
-/// `Fenced` under a higher claim, whose attempt may have resumed from what would go; or storage
-/// failed.
-pub fn prune(disk: &Disk, identity: &Identity) -> Result<Vec<u64>, FenceError> {
-    let (location, own) = (&identity.location, identity.attempt);
-    let io = |source| FenceError::Io { path: location.clone(), source };
-    let claims = fence::claims(disk, location)?;
-    let mut counted: Vec<_> = list(disk, location)
-        .map_err(io)?
-        .into_iter()
-        .filter(|found| {
-            let manifest = found.manifest.as_ref();
-            manifest.is_ok_and(|manifest| fence::counts(&claims, manifest.attempt, found.step))
-        })
-        .collect();
-    counted.truncate(counted.len().saturating_sub(identity.keep.max(1) as usize));
-    let spared = best::spared(location);
-    counted.retain(|found| !spared.contains(&found.step));
-    let mut removed = Vec::new();
-    for found in counted {
-        // Out of sight first, so that a half-removed one is never taken for a checkpoint.
-        let gone = location.join(format!(".gone-a{own}-{}", found.name));
-        disk.rename(&found.path, &gone).map_err(io)?;
-        if let Some(claimed) = fence::higher(disk, location, own)? {
-            disk.rename(&gone, &found.path).map_err(io)?;
-            return Err(FenceError::Fenced { own, claimed });
-        }
-        disk.remove_directory(&gone).map_err(io)?;
-        removed.push(found.step);
-    }
-    Ok(removed)
 }

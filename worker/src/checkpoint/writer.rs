@@ -9,7 +9,8 @@
 
 use super::best::Best;
 use super::fence::{Claiming, FenceError, tidy};
-use super::write::{Beside, Committed, Identity, WriteError, commit, prune, write_shard};
+use super::retention::Retention;
+use super::write::{Beside, Committed, Identity, WriteError, commit, write_shard};
 use super::{Disk, products};
 use crate::state::slot::Reading;
 use serde::{Deserialize, Serialize};
@@ -156,7 +157,7 @@ impl Writer {
     pub fn start(
         identity: Identity,
         disk: Disk,
-        claiming: Option<Arc<Mutex<Claiming>>>,
+        (claiming, retention): (Option<Arc<Mutex<Claiming>>>, Retention),
         retry: Duration,
         on_change: OnChange,
     ) -> std::io::Result<Writer> {
@@ -174,8 +175,10 @@ impl Writer {
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let theirs = Arc::clone(&shared);
-        let best = None;
-        let work = move || Work { identity, disk, claiming, best, retry, shared: theirs }.run();
+        let work = move || {
+            let best = None;
+            Work { identity, disk, claiming, retention, best, retry, shared: theirs }.run();
+        };
         let thread = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work)?;
         Ok(Writer { shared, thread: Some(thread) })
     }
@@ -305,6 +308,7 @@ struct Work {
     identity: Identity,
     disk: Disk,
     claiming: Option<Arc<Mutex<Claiming>>>,
+    retention: Retention,
     /// From the first shard on that a held-out loss was measured of.
     best: Option<Best>,
     retry: Duration,
@@ -333,7 +337,7 @@ impl Work {
                 match done {
                     Ok(()) => state.progress.trouble = None,
                     Err(Failed::Fenced(by)) => state.progress.fenced_by = Some(by),
-                    Err(Failed::NotFinite(why)) => {
+                    Err(Failed::Lasting(why)) => {
                         state.progress.error.get_or_insert(why);
                     }
                     Err(Failed::Storage(why)) => {
@@ -404,7 +408,7 @@ impl Work {
                         products::keep(&self.disk, &self.identity, *step, beside);
                         self.shared.lock().progress.written = *step;
                     }
-                    Err(WriteError::NotFinite(why)) => return Err(Failed::NotFinite(why)),
+                    Err(WriteError::NotFinite(why)) => return Err(Failed::Lasting(why)),
                     Err(WriteError::Io(source)) => {
                         let path = self.identity.staging(*step);
                         return Err(FenceError::Io { path, source }.into());
@@ -444,20 +448,24 @@ impl Work {
         let committed = commit(&self.disk, &self.identity, step, last_word)?;
         let mut state = self.shared.lock();
         state.renaming = false;
-        match committed {
+        match &committed {
             Committed::Yes => {
                 state.progress.committed = state.progress.committed.max(step);
             }
             Committed::No => {}
             Committed::Vanished => state.progress.vanished = step,
+            Committed::Refused(problem) => {
+                return Err(Failed::Lasting(format!("no reader would take it: {problem}")));
+            }
         }
         state.tell();
         drop(state);
         self.shared.changed.notify_all();
         if committed == Committed::Yes {
+            self.retention.know(step);
             self.best.iter_mut().for_each(|best| warn_of(best.committed(step)));
             // What could not be removed is looked at again after the next commit.
-            match prune(&self.disk, &self.identity) {
+            match self.retention.prune(&self.disk, &self.identity) {
                 Ok(removed) => {
                     let mut state = self.shared.lock();
                     state.progress.removed.extend(removed);
@@ -481,7 +489,8 @@ fn warn_of(noted: std::io::Result<()>) {
 /// Why a try did not do its job.
 enum Failed {
     Fenced(u32),
-    NotFinite(String),
+    /// No other try helps.
+    Lasting(String),
     Storage(String),
 }
 

@@ -260,11 +260,8 @@ impl Desk {
 }
 
 fn not_understood() -> DataError {
-    DataError::Elsewhere(Failure {
-        exit_code: 1,
-        message: "the worker's answer about the data is not understood".to_string(),
-        advice: "Please report it with the lines above.".to_string(),
-    })
+    let message = "the worker's answer about the data is not understood";
+    DataError::Elsewhere(Failure::new(1, message, "Please report it with the lines above."))
 }
 
 impl Corpus {

@@ -1,5 +1,7 @@
-//! Small files beside checkpoints, each replaced as a whole.
+//! Files that take their name as a whole, and keep it after a power cut: the file is synced before
+//! the rename, and its folder behind it.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::path::Path;
@@ -11,10 +13,14 @@ use std::path::Path;
 /// What `write` says, or the file system. The file is then as it was, or the new one.
 pub fn replace(
     folder: &Path,
-    name: &str,
+    name: impl AsRef<OsStr>,
     write: impl FnOnce(&Path) -> io::Result<()>,
 ) -> io::Result<()> {
-    let staged = folder.join(format!(".{name}.tmp"));
+    let name = name.as_ref();
+    let mut staged = OsStr::new(".").to_os_string();
+    staged.push(name);
+    staged.push(".tmp");
+    let staged = folder.join(staged);
     // One that was left behind may be unwritable: copies keep the rights of what they copy.
     match std::fs::remove_file(&staged) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -22,8 +28,25 @@ pub fn replace(
     }
     write(&staged)?;
     File::open(&staged)?.sync_all()?;
-    std::fs::rename(&staged, folder.join(name))?;
-    File::open(folder)?.sync_all()
+    rename(&staged, &folder.join(name))
+}
+
+/// Gives what is synced another name, and makes that durable.
+///
+/// # Errors
+/// What the file system says.
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    std::fs::rename(from, to)?;
+    sync_folder_of(to)
+}
+
+/// Makes the name of a file durable.
+///
+/// # Errors
+/// What the file system says.
+pub fn sync_folder_of(path: &Path) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
 #[cfg(test)]

@@ -103,6 +103,6 @@ impl DataError {
             return failure.clone();
         }
         let (exit_code, advice) = self.remedy();
-        Failure { exit_code, message: chain(self), advice: advice.to_string() }
+        Failure::new(exit_code, chain(self), advice)
     }
 }

@@ -7,6 +7,7 @@
 //! A run that was killed goes on where its state was saved last.
 
 use super::DataError;
+use super::durable;
 use super::documents::{Format, Position, Reader};
 use super::files::DataFile;
 use super::megatron;
@@ -271,7 +272,7 @@ impl Output {
             let path = path.to_path_buf();
             move |source| PrepareError::Write { path, source }
         };
-        std::fs::rename(&self.paths[0], bin).map_err(write(bin))?;
+        durable::rename(&self.paths[0], bin).map_err(write(bin))?;
         for path in &self.paths[1..] {
             std::fs::remove_file(path).map_err(write(path))?;
         }
@@ -303,19 +304,16 @@ fn saved(path: &Path, fresh: &State, files: usize) -> Result<Option<State>, Prep
     Ok(Some(state))
 }
 
-/// Writes beside the file, syncs, renames.
 fn replace(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), PrepareError> {
-    let mut beside = path.as_os_str().to_os_string();
-    beside.push(".tmp");
-    let made = File::create(&beside).and_then(|file| {
-        let mut file = BufWriter::new(file);
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let name = path.file_name().unwrap_or_default();
+    let made = durable::replace(folder.unwrap_or(Path::new(".")), name, |to| {
+        let mut file = BufWriter::new(File::create(to)?);
         write(&mut file)?;
-        file.flush()?;
-        file.get_ref().sync_data()?;
-        std::fs::rename(&beside, path)
+        file.flush()
     });
     made.map_err(|source| PrepareError::Write { path: path.to_path_buf(), source })
 }

@@ -171,7 +171,7 @@ fn copy_beside(like: &Path, staging: &Staging) -> Result<(), Failed> {
             let why = format!("it is no file of at most {COPIED_BYTES_MAX} bytes");
             return Err(Failed::Refused(Problem::new(&from.display().to_string(), &why)));
         }
-        std::fs::copy(&from, staging.path.join(name)).map_err(|error| staging.io(error))?;
+        staging.copy(&from, name)?;
     }
     Ok(())
 }

@@ -21,24 +21,36 @@ pub use export::{Options, export};
 pub use import::import;
 pub use weights::{Weights, differences, load};
 
-use crate::checkpoint::{Disk, Problem, list, show};
-use moejob_protocol::ModelConfig;
+use crate::checkpoint::{Disk, Problem, newest_described, show};
+use crate::failure::chain;
+use moejob_protocol::{CheckpointManifest, ModelConfig};
 use std::path::Path;
 
-/// The model of weights to start from, by `config.json` or manifest alone, with whole experts.
+/// The model of weights to start from, by `config.json` or manifest alone, with whole experts, and
+/// what is said of newer checkpoints that are refused.
 ///
 /// # Errors
 /// Everything that is wrong with it or not built in.
-pub fn read_model(path: &Path) -> Result<ModelConfig, Vec<Problem>> {
+pub fn read_model(path: &Path) -> Result<(ModelConfig, Vec<String>), Vec<Problem>> {
+    let whole = |manifest: CheckpointManifest| manifest.model.in_slices(1);
     if path.join("manifest.json").symlink_metadata().is_ok() {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-        return show(&Disk::real(), &path).map(|manifest| manifest.model.in_slices(1));
+        return show(&Disk::real(), &path).map(|manifest| (whole(manifest), Vec::new()));
     }
-    if path.join("config.json").symlink_metadata().is_err()
-        && let Some(newest) = list(&Disk::real(), path).ok().and_then(|mut found| found.pop())
-    {
-        return newest.manifest.map(|manifest| manifest.model.in_slices(1));
+    let inside = path.join("checkpoints");
+    let is_run = path.join("job.json").is_file() && inside.is_dir();
+    let location = if is_run { &inside } else { path };
+    if path.join("config.json").symlink_metadata().is_err() {
+        let newest = newest_described(&Disk::real(), location)
+            .map_err(|error| vec![Problem::new(".", &chain(&error))])?;
+        if let Some(refusal) = newest.none_usable(location) {
+            return Err(refusal.problems);
+        }
+        let passed_over = newest.passed_over();
+        if let Some(found) = newest.usable {
+            return found.manifest.map(|manifest| (whole(manifest), passed_over));
+        }
     }
     let text = directory::small_file(path, "config.json")?;
-    config::read(&text).map(|(_, model)| model)
+    config::read(&text).map(|(_, model)| (model, Vec::new()))
 }

@@ -6,6 +6,7 @@ use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
     Disk, PARTS, Problem, Refusal, Shards, newest_usable, value_differences, verify,
 };
+use crate::failure::chain;
 use crate::state::rank::{RankState, intersect};
 use moejob_kernels::DType;
 use moejob_protocol::checkpoint::Part;
@@ -29,6 +30,8 @@ pub enum Weights {
         model: Box<ModelConfig>,
         params: Vec<Param>,
         sources: Option<Box<Sources>>,
+        /// Where the newest of a location was asked for: what is said of newer ones.
+        passed_over: Vec<String>,
     },
 }
 
@@ -43,7 +46,7 @@ impl Weights {
             // Of a location only what was read whole is usable. One that is named is held to
             // the same, by its own name: `.` and a link to it are ways to say it.
             let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-            return Weights::ours(&path, verify(&Disk::real(), &path));
+            return Weights::ours(&path, verify(&Disk::real(), &path), Vec::new());
         }
         let inside = path.join("checkpoints");
         if path.join("job.json").is_file() && inside.is_dir() {
@@ -70,12 +73,14 @@ impl Weights {
             return Directory::open(path).map(Weights::HuggingFace);
         }
         let newest = newest_usable(&Disk::real(), path)
-            .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &error.to_string())]))?;
+            .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &chain(&error))]))?;
+        let passed_over = newest.passed_over();
+        let refusal = newest.none_usable(path);
         match newest.usable {
-            Some(found) => Weights::ours(&found.path, found.manifest),
+            Some(found) => Weights::ours(&found.path, found.manifest, passed_over),
             None => {
                 let why = vec![Problem::new(".", "no checkpoint in it can be used")];
-                Err(newest.refused.into_iter().next().unwrap_or_else(|| Refusal::of(&name, why)))
+                Err(refusal.unwrap_or_else(|| Refusal::of(&name, why)))
             }
         }
     }
@@ -83,6 +88,7 @@ impl Weights {
     fn ours(
         path: &Path,
         manifest: Result<CheckpointManifest, Vec<Problem>>,
+        passed_over: Vec<String>,
     ) -> Result<Weights, Refusal> {
         let manifest =
             manifest.map_err(|problems| Refusal::of(&path.display().to_string(), problems))?;
@@ -91,7 +97,16 @@ impl Weights {
         let in_slices = *model != manifest.model;
         let sources = in_slices.then(|| Box::new(Sources::new(&manifest.model)));
         let (manifest, params) = (Box::new(manifest), model.params());
-        Ok(Weights::Ours { path, manifest, model, params, sources })
+        Ok(Weights::Ours { path, manifest, model, params, sources, passed_over })
+    }
+
+    /// What is said of newer checkpoints that are refused, where the newest was asked for: a line
+    /// each. Whoever uses the weights tells it.
+    pub fn passed_over(&self) -> &[String] {
+        match self {
+            Weights::HuggingFace(_) => &[],
+            Weights::Ours { passed_over, .. } => passed_over,
+        }
     }
 
     pub fn path(&self) -> &Path {

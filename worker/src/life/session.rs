@@ -440,20 +440,15 @@ impl Session {
         };
         let up = match end {
             AttemptEnd::Fenced { attempt: by } => {
-                let failure = Failure {
-                    exit_code: EXIT_TRY_AGAIN,
-                    message: format!("attempt {by} has claimed the checkpoints of this job"),
-                    advice: String::new(),
-                };
-                return self.fail(failure, out);
+                let message = format!("attempt {by} has claimed the checkpoints of this job");
+                return self.fail(Failure::new(EXIT_TRY_AGAIN, message, ""), out);
             }
             AttemptEnd::Failed(failure) => return self.fail(failure, out),
             // Of an engine that is a thread of this process.
             AttemptEnd::DeviceFailed { message } => {
                 let advice = "look for Xid and ECC errors in the kernel's log; `moejob doctor` \
                               tells the rest";
-                let failure = Failure { exit_code: 1, message, advice: advice.to_string() };
-                return self.fail(failure, out);
+                return self.fail(Failure::new(1, message, advice), out);
             }
             AttemptEnd::Completed { step } => Up::Completed { step },
             AttemptEnd::Stopped { step } => self.left_up(LeftReason::Stopped { step }),

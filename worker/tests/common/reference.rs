@@ -53,7 +53,7 @@ impl Reference {
         let folder = tempfile::tempdir().expect("a folder");
         let text = metadata["config"].as_str().expect("the model's config");
         std::fs::write(folder.path().join("config.json"), text).expect("a file");
-        let mut config = moe_worker::hf::read_model(folder.path()).expect("a family of ours");
+        let (mut config, _) = moe_worker::hf::read_model(folder.path()).expect("a family of ours");
         config.router.aux_loss_scope = AuxLossScope::Hf;
         // Theirs move in a trainer, if at all.
         config.router.bias_update_rate = 0.0;

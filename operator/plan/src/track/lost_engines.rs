@@ -1,6 +1,7 @@
 //! Engines that were lost, and devices that gave them up.
 
 use super::{DEVICE_FAILURES_KEPT, Happening, Tracker};
+use crate::repeat::gives_up_itself;
 use crate::observed::{DeviceFailure, Millis, keep_newest};
 use moejob_protocol::report::Event;
 
@@ -18,6 +19,9 @@ impl Tracker {
             let failures = &mut self.observed.record.device_failures;
             failures.push(DeviceFailure { node, device, name, words, at: now });
             keep_newest(failures, DEVICE_FAILURES_KEPT);
+        }
+        if gives_up_itself(&loss.cause) {
+            self.present.engine_end.get_or_insert_with(|| loss.cause.clone());
         }
         vec![Happening::EngineLost(loss)]
     }

@@ -436,6 +436,7 @@ impl World {
             ("exited", [code]) => up(Up::Failed {
                 exit_code: code.parse().expect("a code"),
                 message: "it gave\u{1b} up".to_string(),
+                step: None,
             }),
             ("warns", words) => up(warning(&words.join(" "), attempt)),
             ("silent", _) => Said::Silent,

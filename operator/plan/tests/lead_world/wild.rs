@@ -597,7 +597,7 @@ impl Wild {
                 let attempt = self.process(&name).map_or(0, |process| process.attempt);
                 let up = match luck % 5 {
                     0 => warning("it is warm here", attempt),
-                    1 => Up::Failed { exit_code: 1, message: "no".to_string() },
+                    1 => Up::Failed { exit_code: 1, message: "no".to_string(), step: None },
                     2 => of_kind(EventKind::CheckpointRefused, attempt, "A", "b"),
                     3 => step_report(u64::from(luck), attempt + luck % 2),
                     _ => {

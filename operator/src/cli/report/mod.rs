@@ -12,8 +12,8 @@ mod read;
 
 use crate::cli::out::io;
 use clap::Args;
+use moe_worker::data::durable;
 use read::Run;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -83,8 +83,10 @@ fn name_apart(runs: &mut [Run], typed: &[PathBuf]) {
 fn write(path: &Path, html: &str) -> std::io::Result<()> {
     let name = path.file_name().ok_or_else(|| std::io::Error::other("it names no file"))?;
     let staged = path.with_file_name(format!(".{}.tmp", name.to_string_lossy()));
-    let mut file = std::fs::File::create(&staged)?;
-    let written = file.write_all(html.as_bytes()).and_then(|()| std::fs::rename(&staged, path));
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let written = durable::replace(folder.unwrap_or(Path::new(".")), name, |to| {
+        std::fs::write(to, html)
+    });
     if written.is_err() {
         // What is left of it helps nobody; the error that matters is told.
         let _ = std::fs::remove_file(&staged);

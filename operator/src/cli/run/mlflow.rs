@@ -9,6 +9,7 @@
 
 use super::post::{PostError, Server};
 use super::tfevents::values;
+use moe_worker::data::durable;
 use moejob_protocol::report::StepReport;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -286,7 +287,10 @@ impl Session {
             "experiment": self.tracking.experiment,
             "runId": run,
         });
-        if let Err(error) = std::fs::write(&path, file.to_string()) {
+        let written = durable::replace(&self.about.folder, FILE, |to| {
+            std::fs::write(to, file.to_string())
+        });
+        if let Err(error) = written {
             note(format!("MLflow: {} cannot be written: {error}", path.display()));
         }
         Ok(run)

@@ -87,8 +87,8 @@ impl Session {
 
     pub(super) fn fail(&mut self, failure: Failure, out: &mut Vec<Effect>) {
         let message = failure.to_string();
-        let exit_code = failure.exit_code;
-        self.send(Up::Failed { exit_code, message }, out);
+        let Failure { exit_code, step, .. } = failure;
+        self.send(Up::Failed { exit_code, message, step }, out);
         self.done(exit_code, out);
     }
 }

@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::gang::comm::Comm;
 use crate::life::run::Happened;
 use moejob_protocol::WorkerConfig;
+use moejob_protocol::message::Phase;
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -91,11 +92,11 @@ pub(super) fn run(
 ) -> AttemptEnd {
     let attempt = || trainer.run_attempt(config, comm, control, out);
     catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|panic| {
-        AttemptEnd::Failed(Failure {
-            exit_code: 1,
-            message: format!("a bug in the trainer: {}", message(&*panic)),
-            advice: "Please report it with the lines above.".to_string(),
-        })
+        let message = format!("a bug in the trainer: {}", message(&*panic));
+        let failure = Failure::new(1, message, "Please report it with the lines above.");
+        let in_step = matches!(control.phase(), Phase::Training | Phase::Validating);
+        let step = in_step.then(|| control.step());
+        AttemptEnd::Failed(Failure { step, ..failure })
     })
 }
 
