@@ -10,6 +10,7 @@
 //! beside them. Nothing is decided here.
 
 mod folder;
+mod passed;
 mod process;
 mod words;
 
@@ -20,9 +21,10 @@ use crate::cli::progress::{Progress, clock};
 use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
 use folder::{Folder, FolderError, JobFile};
+use passed::pass_over;
 use moe_worker::attempt::records::{self, Records};
-use moe_worker::checkpoint::aside::{Put, WAYS_ON, set_aside};
-use moe_worker::checkpoint::{self, Disk, Newest, Refusal};
+use moe_worker::checkpoint::aside::WAYS_ON;
+use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
@@ -562,55 +564,6 @@ impl Runner {
             self.progress.note(&format!("cannot write to events.jsonl: {error}"));
         }
     }
-}
-
-/// What becomes of each refused checkpoint, in words: all are set aside, unless nothing is to be
-/// trained.
-///
-/// # Errors
-/// Nothing can be used of what is there, and nobody asked to begin anew; or somebody did, and
-/// something can be used.
-fn pass_over(
-    location: &Path,
-    newest: &Newest,
-    fresh: bool,
-    steps: u64,
-) -> Result<Vec<String>, LocalError> {
-    match (&newest.usable, fresh) {
-        (Some(found), true) => {
-            let (name, location) = (found.name.clone(), location.display().to_string());
-            return Err(LocalError::Usable { name, location });
-        }
-        (None, false) => newest.none_usable(location).map_or(Ok(()), |refusal| {
-            Err(LocalError::Refused(refusal))
-        })?,
-        _ => {}
-    }
-    let (used, done) = match &newest.usable {
-        Some(found) => (format!("{} is used", found.name), found.step >= steps),
-        None => ("the run begins at step 0".to_string(), false),
-    };
-    let mut became = Vec::new();
-    for refusal in &newest.refused {
-        if done {
-            became.push(used.clone());
-            continue;
-        }
-        became.push(match set_aside(&Disk::real(), location, refusal) {
-            Ok(Put::Stays { other }) if fresh => {
-                let why = format!("{other} is kept already");
-                return Err(LocalError::NotAside { name: refusal.name.clone(), why });
-            }
-            Ok(put) => format!("{}; {used}", put.words()),
-            Err(error) if fresh => {
-                let (name, why) = (refusal.name.clone(), error.to_string());
-                return Err(LocalError::NotAside { name, why });
-            }
-            // The worker tries it again, and has patience.
-            Err(error) => format!("it is not set aside yet: {error}; {used}"),
-        });
-    }
-    Ok(became)
 }
 
 fn line(

@@ -110,7 +110,7 @@ impl Said {
     fn tells(&self, words: &[&str]) -> &Said {
         let all = format!("{}{}", self.out, self.err);
         for word in words {
-            assert!(all.contains(word), "{word:?} is not in {self:?}");
+            assert!(all.contains(word), "{}: {word:?} is not in {self:?}", self.command);
         }
         self
     }
@@ -221,9 +221,12 @@ fn damage(place: &Place, step: u64, kind: u32, random: [u32; 4]) -> (&'static st
         }
         9 => {
             away(&directory);
-            let twin = place.checkpoints().join("step-00000002");
-            let twin = if twin.is_dir() { twin } else { aside.join("step-00000002") };
-            let twin = if step == 2 { other.with_file_name("step-00000004") } else { twin };
+            let moved = aside.join("step-00000002");
+            let twin = match step {
+                2 => place.checkpoints().join("step-00000004"),
+                _ if moved.is_dir() => moved,
+                _ => place.checkpoints().join("step-00000002"),
+            };
             std::fs::create_dir(&directory).expect("a folder");
             copy(&twin, &directory);
             "another step's checkpoint"
@@ -295,8 +298,6 @@ fn case(number: u32) {
         }
     }
     let told = place.succeeds(&["checkpoint", "ls", "runs/small"]);
-    let path = place.checkpoints().canonicalize().expect("a folder");
-    let _ = path;
     told.tells(&[&format!("step-00000006.{cause}"), "rm -r runs/small/checkpoints/step-00000006"]);
     let json = place.succeeds(&["checkpoint", "ls", "runs/small", "-o", "json"]).out;
     let json: Value = serde_json::from_str(&json).expect("JSON");

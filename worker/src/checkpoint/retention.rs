@@ -43,12 +43,23 @@ impl Retention {
         self.lock().whole.insert(found.step, is_whole);
     }
 
-    /// Removes what is more than `keep`; gives the steps of those removed.
+    /// Removes what is more than `keep`; gives the steps of those removed. What could not be removed
+    /// is looked at again after the next commit.
     ///
     /// # Errors
-    /// `Fenced` under a higher claim, whose attempt may have resumed from what would go; or storage
-    /// failed.
-    pub fn prune(&self, disk: &Disk, identity: &Identity) -> Result<Vec<u64>, FenceError> {
+    /// The higher claim, whose attempt may have resumed from what would go.
+    pub fn prune(&self, disk: &Disk, identity: &Identity) -> Result<Vec<u64>, u32> {
+        match self.try_prune(disk, identity) {
+            Ok(removed) => Ok(removed),
+            Err(FenceError::Fenced { claimed, .. }) => Err(claimed),
+            Err(FenceError::Io { path, source }) => {
+                tracing::warn!("older checkpoints stay: {}: {source}", path.display());
+                Ok(Vec::new())
+            }
+        }
+    }
+
+    fn try_prune(&self, disk: &Disk, identity: &Identity) -> Result<Vec<u64>, FenceError> {
         let (location, own) = (&identity.location, identity.attempt);
         let io = |source| FenceError::Io { path: location.clone(), source };
         let claims = fence::claims(disk, location)?;

@@ -464,16 +464,11 @@ impl Work {
         if committed == Committed::Yes {
             self.retention.know(step);
             self.best.iter_mut().for_each(|best| warn_of(best.committed(step)));
-            // What could not be removed is looked at again after the next commit.
-            match self.retention.prune(&self.disk, &self.identity) {
-                Ok(removed) => {
-                    let mut state = self.shared.lock();
-                    state.progress.removed.extend(removed);
-                    state.tell();
-                }
-                Err(FenceError::Fenced { claimed, .. }) => return Err(Failed::Fenced(claimed)),
-                Err(FenceError::Io { .. }) => {}
-            }
+            let removed = self.retention.prune(&self.disk, &self.identity);
+            let removed = removed.map_err(Failed::Fenced)?;
+            let mut state = self.shared.lock();
+            state.progress.removed.extend(removed);
+            state.tell();
         }
         Ok(())
     }
