@@ -32,7 +32,7 @@ pub const PIECE_BYTES: u64 = 192;
 
 /// A longer manifest is refused before it is read, and is not written. It takes three pieces for
 /// each parameter and owner.
-pub const MANIFEST_BYTES_MAX: u64 = 4 << 30;
+pub const MANIFEST_BYTES_MAX: u64 = 16 << 30;
 
 /// The first version whose `specHash` means something to others than its own program.
 pub const SPEC_HASH_VERSION: u32 = 2;

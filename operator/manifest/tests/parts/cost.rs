@@ -26,6 +26,7 @@ fn the_extent_is_that_of_the_table() {
         let is_expert = |role: &Role| matches!(role, Role::Expert { .. });
         let experts = params.iter().filter(|param| is_expert(&param.role));
         assert_eq!(extent.tensors(), params.len() as u64);
+        assert_eq!(model.rows(), params.len() as u64);
         assert_eq!(extent.expert_tensors, experts.clone().count() as u64);
         assert_eq!(extent.expert_elements, experts.map(|of| of.numel()).sum::<u64>());
         assert_eq!(extent.expert_elements + extent.other_elements, model.numel());
