@@ -42,8 +42,6 @@ pub enum KernelError {
     Threads { found: usize, max: usize },
     #[error("reserving an arena of {bytes} bytes of address space")]
     Arena { bytes: usize, source: rustix::io::Errno },
-    #[error("starting {threads} compute threads")]
-    Pool { threads: usize, source: std::io::Error },
     #[error(transparent)]
     Cuda(#[from] CudaError),
     #[error(transparent)]
@@ -63,9 +61,10 @@ pub enum Lack {
 
 impl KernelError {
     /// What the GPU's side says, if it is that.
-    fn of_gpu(&self) -> Option<&CudaError> {
+    pub fn of_gpu(&self) -> Option<&CudaError> {
         match self {
-            KernelError::Cuda(error) | KernelError::Layer(LayerError::Cuda(error)) => Some(error),
+            KernelError::Cuda(error) => Some(error),
+            KernelError::Layer(error) => error.of_gpu(),
             _ => None,
         }
     }
@@ -206,15 +205,6 @@ impl Device {
     pub fn limit_waits(&mut self, longest: Duration) {
         if let Device::Cuda(cuda) = self {
             cuda.limit_waits(longest);
-        }
-    }
-
-    /// Why a wait for a GPU was given up, if that is what failed: its own work may be right, and
-    /// wait for another device.
-    pub fn gave_up(&self) -> Option<&str> {
-        match self {
-            Device::Cpu(_) => None,
-            Device::Cuda(cuda) => cuda.gave_up(),
         }
     }
 

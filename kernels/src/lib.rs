@@ -21,6 +21,7 @@ mod marks;
 mod stretch;
 
 pub mod philox;
+pub mod threads;
 
 mod embed;
 mod norm;

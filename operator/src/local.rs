@@ -12,6 +12,7 @@
 mod folder;
 mod passed;
 mod process;
+mod stumbles;
 mod words;
 
 use crate::cli::generate::{command_for, command_to_look};
@@ -22,8 +23,10 @@ use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
 use folder::{Folder, FolderError, JobFile};
 use passed::pass_over;
-use moe_worker::attempt::records::{self, Records};
+use moe_worker::attempt::recorder::Recorder;
+use moe_worker::attempt::records;
 use moe_worker::checkpoint::aside::WAYS_ON;
+use moe_worker::failure::chain;
 use moe_worker::checkpoint::{self, Disk, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
@@ -35,6 +38,7 @@ use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, SLOW_LINK, Write,
+    WriteError, WriteErrorKind,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
 use moejob_plan::record::{self, Saved};
@@ -44,6 +48,7 @@ use moejob_protocol::message::{Heartbeat, Up};
 use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
+use stumbles::Stumbles;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,8 +56,12 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use words::Words;
 
-/// Happenings that wait for the loop; workers are slower than it by far.
+/// Happenings that wait for the loop; workers are slower than it by far. So many are decided on
+/// together at most.
 const EVENTS_MAX: usize = 1024;
+/// Failures in a row to start a worker, after which a run that has trained nothing ends: half a
+/// minute with the pauses between them. One that has trained tries on.
+const SPAWNS_MAX: u32 = 12;
 
 /// What a run writes beside its records.
 #[derive(Clone, Debug, Default)]
@@ -119,11 +128,14 @@ struct Runner {
     job: JobLoop,
     leader: Leader,
     processes: Processes,
-    records: Records,
+    records: Recorder,
     progress: Progress,
     words: Words,
     tfevents: Option<TfEvents>,
     mlflow: Option<MlFlow>,
+    stumbles: Stumbles,
+    /// Failures in a row to start a worker.
+    spawns_failed: u32,
     clock: Clock,
     told: mpsc::Receiver<Told>,
     changes: mpsc::Receiver<(String, ProcessEvent)>,
@@ -160,7 +172,10 @@ impl Runner {
         let processes = Processes::new(&folder, &authority, options.trace, sender);
         let (sender, told) = mpsc::channel(EVENTS_MAX);
         let leader = Leader::new(Arc::new(authority), (seen.owner(), &seen.uid), 1, sender);
-        let (records, progress) = (folder.records()?, Progress::new(steps));
+        // Where they cannot be written at all there is no run.
+        drop(folder.records()?);
+        let records = Recorder::start(folder.path().to_path_buf(), 0, false)?;
+        let progress = Progress::new(steps);
         let words = Words::new(&folder.logs());
         let tfevents = options.tfevents.then(|| TfEvents::create(folder.path())).transpose()?;
         let mlflow = options.mlflow.map(|tracking| tracking.start(about)).transpose()?;
@@ -175,6 +190,8 @@ impl Runner {
             words,
             tfevents,
             mlflow,
+            stumbles: Stumbles::default(),
+            spawns_failed: 0,
             clock,
             told,
             changes,
@@ -215,11 +232,16 @@ impl Runner {
                 () = tokio::time::sleep(Duration::from_millis(wait)) => {}
             }
             // What has arrived together is decided on together: two losses at once are one.
-            while let Ok(told) = self.told.try_recv() {
+            for _ in 0..EVENTS_MAX {
+                let Ok(told) = self.told.try_recv() else { break };
                 self.on_told(told);
             }
-            while let Ok((name, change)) = self.changes.try_recv() {
+            for _ in 0..EVENTS_MAX {
+                let Ok((name, change)) = self.changes.try_recv() else { break };
                 self.on_process(&name, change);
+            }
+            if let Some(news) = self.records.take_news() {
+                self.progress.note(&news);
             }
         }
     }
@@ -272,9 +294,8 @@ impl Runner {
                 self.progress.loading(name, loading);
             }
             Up::Step(report) => {
-                if let Err(error) = self.folder.begin() {
-                    self.progress.note(&error.to_string());
-                }
+                let begun = self.folder.begin();
+                self.stumble("writing job.json", &begun, "it is tried again with each step");
                 self.words.stepped();
                 self.progress.step(report);
                 self.draw(report);
@@ -322,9 +343,9 @@ impl Runner {
             mlflow.step(report);
             mlflow.notes().iter().for_each(|note| self.progress.note(note));
         }
-        if let Some(Err(error)) = self.tfevents.as_mut().map(|events| events.step(report)) {
-            self.progress.note(&format!("no more is written for TensorBoard: {error}"));
-            self.tfevents = None;
+        if let Some(events) = &mut self.tfevents {
+            let drawn = events.step(report);
+            self.stumble("writing for TensorBoard", &drawn, "its steps are left out meanwhile");
         }
     }
 
@@ -386,14 +407,38 @@ impl Runner {
                 (_, Write::CreatePod { birth, .. }) => {
                     let share = self.share(&birth.node);
                     let pod = self.processes.start(&birth.name, &birth.node, share);
-                    changed.push(Event::Pod(Box::new(pod.map_err(LocalError::Spawn)?)));
+                    let then = "it is tried again; snapshots stay in the memory of those that live";
+                    self.stumble("starting a worker", &pod, then);
+                    match pod {
+                        Ok(pod) => {
+                            self.spawns_failed = 0;
+                            changed.push(Event::Pod(Box::new(pod)));
+                        }
+                        Err(error) => {
+                            self.spawns_failed += 1;
+                            if self.spawns_failed >= SPAWNS_MAX && !self.words.has_stepped() {
+                                return Err(LocalError::Spawn(error));
+                            }
+                            results.push((origin, Err(unwritten(&error))));
+                            continue;
+                        }
+                    }
                 }
                 (_, Write::DeletePod { name, grace_s, .. }) => {
                     if self.processes.stop(&name, Duration::from_secs(grace_s.into())) {
                         changed.push(Event::PodGone(name));
                     }
                 }
-                (Origin::Recorded(action), Write::Status { .. }) => self.record(action)?,
+                (Origin::Recorded(action), Write::Status { .. }) => {
+                    let recorded = self.record(action);
+                    let then = "the next attempt waits for that, and it is tried again; snapshots \
+                                stay in memory";
+                    self.stumble("writing job.json", &recorded, then);
+                    if let Err(error) = recorded {
+                        results.push((origin, Err(unwritten(&error))));
+                        continue;
+                    }
+                }
                 // Other events a person here is told of in other words.
                 (_, Write::Event { reason, note, .. })
                     if reason.starts_with("Preflight") || reason == "RingsDiffer" =>
@@ -418,7 +463,7 @@ impl Runner {
     }
 
     /// Makes it durable, and tells of it.
-    fn record(&mut self, action: &Action) -> Result<(), LocalError> {
+    fn record(&mut self, action: &Action) -> Result<(), FolderError> {
         match action {
             Action::RecordAttempt(gang) => {
                 let file = self.folder.file().clone();
@@ -560,10 +605,24 @@ impl Runner {
     }
 
     fn write(&mut self, line: &Line) {
-        if let Err(error) = self.records.event(line) {
-            self.progress.note(&format!("cannot write to events.jsonl: {error}"));
+        self.records.event(line);
+    }
+
+    fn stumble<T, E: std::error::Error + 'static>(
+        &mut self,
+        what: &'static str,
+        result: &Result<T, E>,
+        then: &str,
+    ) {
+        if let Some(news) = self.stumbles.news(what, result, then) {
+            self.progress.note(&news);
         }
     }
+}
+
+/// What this machine has refused may work later.
+fn unwritten(error: &(dyn std::error::Error + 'static)) -> WriteError {
+    WriteError { kind: WriteErrorKind::Other, message: chain(error) }
 }
 
 fn line(

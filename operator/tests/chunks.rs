@@ -77,7 +77,7 @@ fn verbs<'a>(all: impl Iterator<Item = (&'a str, &'a Value)>) -> Verbs {
 
 fn run(degree: u32) -> Ran {
     let rest = REST.replace("DEGREE", &degree.to_string());
-    let place = Stubbed::new(Some(NCCL), "chunks", "", 4, &rest);
+    let place = Stubbed::new(Some(NCCL), "chunks", "devicesPerNode: 2", 4, &rest);
     let calls = place.path().join("calls");
     let command = |words: &[&str]| {
         let mut command = place.command(2, words);

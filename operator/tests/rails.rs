@@ -62,7 +62,7 @@ type Told = BTreeMap<String, (String, u64)>;
 /// And what `plan` expects of them.
 fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
     let rest = REST.replace("EXCHANGE", exchange);
-    let place = Stubbed::new(Some(NCCL), "rails", ", min: 2", 2, &rest);
+    let place = Stubbed::new(Some(NCCL), "rails", "devicesPerNode: 2, min: 2", 2, &rest);
     let told = place.path().join("calls");
     let ran = place
         .command(4, &["run", "job.yaml", "--workers", "2"])

@@ -1,7 +1,8 @@
-//! Jobs on two GPUs of one worker lose engines. Driver and NCCL are stubs.
+//! Jobs on GPUs of one worker lose engines. Driver and NCCL are stubs.
 //!
 //! They take no memory for themselves: an engine that stays keeps to its own, however often the
-//! other one is lost. And where NCCL refuses behind a loss, snapshots outlive that, too.
+//! other one is lost. Where NCCL refuses behind a loss, snapshots outlive that, too. And a device
+//! is to blame for what it does itself alone.
 
 mod stubbed;
 
@@ -52,6 +53,16 @@ fn own_memory(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
 }
 
+fn events(runs: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(runs.join("events.jsonl")).expect("events");
+    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    whole.map(|line| serde_json::from_str(line).expect("an event")).collect()
+}
+
+fn losses(events: &[Value]) -> Vec<&Value> {
+    events.iter().filter(|event| event["event"] == "EngineLost").collect()
+}
+
 /// The newest attempt with a line of steps, and how many steps it has.
 fn newest(metrics: &Path) -> (u64, usize) {
     let text = std::fs::read_to_string(metrics).unwrap_or_default();
@@ -87,37 +98,35 @@ struct Begun {
     runs: PathBuf,
     attempt: u64,
     worker: u32,
-    engines: [u32; 2],
+    /// By rank.
+    engines: Vec<u32>,
 }
 
-/// While the file `refused` is there, the next one that is to connect is refused, once.
-fn begin(place: &Stubbed, refused: &Path) -> Begun {
-    let mut command = place.command(2, &["run", "job.yaml"]);
-    command.env("STUB_REFUSED", refused).stdout(Stdio::null()).stderr(Stdio::null());
+/// On so many GPUs; what the stubs are told names a file.
+fn begin(place: &Stubbed, gpus: u32, (name, file): (&str, &Path)) -> Begun {
+    let mut command = place.command(gpus, &["run", "job.yaml"]);
+    command.env(name, file).stdout(Stdio::null()).stderr(Stdio::null());
     let mut run = Running(command.spawn().expect("the program"));
     let runs = place.path().join("runs/lost");
     let attempt = trains(&mut run, &runs.join("metrics.jsonl"), 0);
     let [worker] = children(run.0.id())[..] else { panic!("one worker") };
-    let [elder, younger] = children(worker)[..] else { panic!("two engines") };
-    Begun { run, runs, attempt, worker, engines: [elder, younger] }
+    Begun { run, runs, attempt, worker, engines: children(worker) }
 }
 
 #[test]
 fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
-    let place = Stubbed::new(None, "lost", "", 2, REST);
+    let place = Stubbed::new(None, "lost", "devicesPerNode: 2", 2, REST);
     let refused = place.path().join("refused");
-    let Begun { mut run, runs, attempt, worker, engines: [_, younger] } = begin(&place, &refused);
+    let begun = begin(&place, 2, ("STUB_REFUSED", &refused));
+    let Begun { mut run, runs, attempt, worker, engines } = begun;
     std::fs::write(&refused, "").expect("a file");
-    kill(younger);
+    kill(engines[1]);
     trains(&mut run, &runs.join("metrics.jsonl"), attempt);
     assert!(!refused.exists(), "nobody was refused");
     assert_eq!(children(run.0.id()), [worker], "the worker was lost");
-    let text = std::fs::read_to_string(runs.join("events.jsonl")).expect("events");
-    let events: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("an event")).collect();
-    let lost = |event: &&Value| event["event"] == "EngineLost";
-    let losses: Vec<&Value> = events.iter().filter(lost).collect();
-    let [_, refusal] = losses[..] else { panic!("{text}") };
+    let events = events(&runs);
+    let losses = losses(&events);
+    let [_, refusal] = losses[..] else { panic!("{events:?}") };
     assert_eq!((&refusal["reason"], &refusal["rank"]), (&"DeviceFailed".into(), &0.into()));
     let words = refusal["lastWords"].as_str().expect("its last words");
     assert!(words.contains("ncclGetUniqueId: unhandled system error (2)"), "{words}");
@@ -126,11 +135,59 @@ fn what_nccl_refuses_behind_a_loss_costs_no_snapshot() {
     assert!(resumed["step"].as_u64().is_some_and(|step| step >= 10), "{resumed}");
 }
 
+/// Four GPUs, of which one is killed again and again while kernels of the others wait for it: they
+/// give up and are well. The device that truly fails is the one that is named.
+#[test]
+fn of_four_devices_the_one_that_fails_is_to_blame_and_no_other() {
+    let rest = REST.replace("memoryEverySteps: 10", "memoryEverySteps: 1");
+    let rest = rest.replace("expert: 2", "expert: 4");
+    let place = Stubbed::new(None, "lost", "devicesPerNode: 4", 2, &rest);
+    let busy = place.path().join("busy");
+    let Begun { mut run, runs, mut attempt, worker, .. } = begin(&place, 4, ("STUB_BUSY", &busy));
+    for round in 1..=3 {
+        let engines = children(worker);
+        std::fs::write(&busy, "").expect("a file");
+        // They wait by now, each for its own part of a step.
+        std::thread::sleep(Duration::from_millis(150));
+        kill(engines[engines.len() - 1]);
+        let until = Instant::now() + PATIENCE;
+        while losses(&events(&runs)).iter().filter(|of| of["reason"] == "Lost").count() < round {
+            assert!(Instant::now() < until, "the loss was not told");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        std::thread::sleep(Duration::from_millis(150));
+        std::fs::remove_file(&busy).expect("it was there");
+        attempt = trains(&mut run, &runs.join("metrics.jsonl"), attempt);
+    }
+    let events = events(&runs);
+    let blamed: Vec<_> =
+        losses(&events).into_iter().filter(|of| of["reason"] == "DeviceFailed").collect();
+    assert!(blamed.is_empty(), "{blamed:?}");
+}
+
+#[test]
+fn a_device_that_fails_three_times_is_named_among_four() {
+    let rest = REST.replace("expert: 2", "expert: 4");
+    let place = Stubbed::new(None, "lost", "devicesPerNode: 4", 2, &rest);
+    let mut command = place.command(4, &["run", "job.yaml"]);
+    let output = command.env("MOEJOB_FAULT", "illegal@5/2x3").output().expect("the program");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    let named = told.lines().find(|line| line.contains("failed 3 times within 600 s"));
+    let named = named.unwrap_or_else(|| panic!("{told}"));
+    assert!(named.contains("device 2 of node-0"), "{named}");
+    let events = events(&place.path().join("runs/lost"));
+    let blamed = losses(&events).into_iter().filter(|of| of["reason"] == "DeviceFailed");
+    let ranks: Vec<u64> = blamed.filter_map(|event| event["rank"].as_u64()).collect();
+    assert_eq!(ranks, [2, 2, 2], "{told}");
+}
+
 #[test]
 fn an_engine_that_stays_keeps_its_memory() {
-    let place = Stubbed::new(None, "lost", "", 2, REST);
-    let begun = begin(&place, &place.path().join("nobody is refused"));
-    let Begun { mut run, runs, mut attempt, worker, engines: [elder, mut younger] } = begun;
+    let place = Stubbed::new(None, "lost", "devicesPerNode: 2", 2, REST);
+    let begun = begin(&place, 2, ("STUB_REFUSED", &place.path().join("nobody is refused")));
+    let Begun { mut run, runs, mut attempt, worker, engines } = begun;
+    let [elder, mut younger] = engines[..] else { panic!("two engines") };
     let metrics = runs.join("metrics.jsonl");
     let mut readings = Vec::new();
     for loss in 0..LOSSES {

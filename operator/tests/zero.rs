@@ -69,7 +69,7 @@ fn verbs<'a>(all: impl Iterator<Item = (&'a str, &'a Value)>) -> Verbs {
 
 fn run(stage: u32, overlap: Option<&str>) -> Ran {
     let rest = REST.replace("STAGE", &stage.to_string());
-    let place = Stubbed::new(Some(NCCL), "zero", "", 4, &rest);
+    let place = Stubbed::new(Some(NCCL), "zero", "devicesPerNode: 2", 4, &rest);
     let calls = place.path().join("calls");
     let command = |words: &[&str]| {
         let mut command = place.command(2, words);

@@ -3,6 +3,9 @@
 //!
 //! A trial takes one of the manifests of `golden.rs`, with other numbers. `$MOEJOB_TRIALS` says how
 //! many there are; the seed is printed, and `$MOEJOB_SEED` repeats a run of them.
+//!
+//! A storm is one job of many engines under faults that come again and again: it trains to its end,
+//! costs nobody but those that it hits, and little time. `tests/run storm` is a long one.
 
 mod cases;
 
@@ -24,6 +27,142 @@ fn random_jobs_under_random_faults_keep_their_bits() {
     for trial in 0..number("MOEJOB_TRIALS").unwrap_or(1) {
         println!("trial {trial}: MOEJOB_SEED={}", seed.wrapping_add(trial));
         try_one(&mut Random(seed.wrapping_add(trial)));
+    }
+}
+
+/// A model of some milliseconds a step, without a schedule that would depend on when it ends.
+const STORM: &str = r#"
+apiVersion: moejob.dev/v1alpha1
+kind: MoeJob
+metadata: { name: storm }
+spec:
+  nodes: { NODES }
+  model:
+    hiddenSize: 64
+    numHiddenLayers: 2
+    numAttentionHeads: 2
+    experts: { count: 16, perToken: 2, intermediateSize: 64 }
+    router: { auxLossCoef: 0.01 }
+  data:
+    train: { text: { paths: ["corpus/**/*.txt"] } }
+    validation: { fraction: 0.1, everySteps: 1000000 }
+    tokenizer: bytes
+    sequenceLength: 64
+  training:
+    steps: 1000000
+    globalBatchSize: 16
+    microBatchSize: 1
+    precision: fp32
+    seed: 5
+    optimizer: { adamw: { learningRate: 5.0e-4 } }
+  checkpoint: { everySteps: 1000000 }
+  recovery: { maxRestarts: 10000 }
+"#;
+
+/// Without variables a short one, which the machine's speed does not decide. `$MOEJOB_STORM` says
+/// how many seconds it takes, `$MOEJOB_STORM_PERIOD` how many lie between two faults in the mean,
+/// `$MOEJOB_STORM_NODES` replaces the field `nodes` (`profile: gpu, devicesPerNode: 2`), and with
+/// `$MOEJOB_STORM_PERCENT=98` so much of an undisturbed stretch's speed has to be left.
+#[test]
+fn a_storm_of_kills_and_stops_costs_no_bit_and_nobody_else() {
+    let mut random = Random(seed());
+    let (seconds, period) = (number("MOEJOB_STORM"), number("MOEJOB_STORM_PERIOD").unwrap_or(15));
+    let (span, period) = match seconds {
+        Some(seconds) => (Duration::from_secs(seconds), period as f64),
+        None => (Duration::from_secs(4), 0.7),
+    };
+    let nodes = std::env::var("MOEJOB_STORM_NODES");
+    let nodes = nodes.unwrap_or("profile: cpu, devicesPerNode: 4, min: 1, max: 4".to_string());
+    let bench = Bench::new("storm", &STORM.replace("NODES", &nodes));
+    let mut run = bench.start(&[]);
+    let newest = || bench.metrics().last().map_or(0, |line| line.step);
+    bench.wait_until("steps", LIMIT, |_| newest() >= 20);
+    // What is undisturbed is measured beside each minute of the storm: the machine may be busy.
+    let (mut calm, mut left) = (Speed::default(), span);
+    let mut storm = Speed::default();
+    let (mut faults, mut stops) = (0, 0);
+    while !left.is_zero() {
+        let part = left.min(Duration::from_secs(60));
+        left -= part;
+        if seconds.is_some() {
+            std::thread::sleep(Duration::from_secs(4));
+            calm.measure(newest, || std::thread::sleep(Duration::from_secs(16)));
+        }
+        storm.measure(newest, || {
+            let end = Instant::now() + part;
+            while Instant::now() < end {
+                let unit = (1 + random.below(1 << 30)) as f64 / f64::from(1 << 30);
+                let wait = Duration::from_secs_f64(-unit.ln() * period);
+                std::thread::sleep(wait.min(end.saturating_duration_since(Instant::now())));
+                let engines = bench.engine_pids();
+                if Instant::now() < end && !engines.is_empty() {
+                    let stop = random.below(5) == 0;
+                    let signal = if stop { Signal::STOP } else { Signal::KILL };
+                    send(one_of(&mut random, &engines), signal);
+                    (faults, stops) = (faults + 1, stops + u32::from(stop));
+                }
+            }
+        });
+        assert!(!run.has_ended(), "{}", bench.output());
+    }
+    let share = storm.rate() / calm.rate();
+    println!(
+        "{faults} faults, {stops} of them stops, in {span:?}: {:.2} steps/s, undisturbed {:.2}: \
+         effective {:.2}%",
+        storm.rate(),
+        calm.rate(),
+        100.0 * share
+    );
+    run.signal(Signal::INT);
+    assert_eq!(run.wait(LIMIT), Some(130), "{}", bench.output());
+    // Nobody but engines was lost, and no device or node is to blame for what came from outside.
+    let lost = bench.events().into_iter().filter(|event| event["event"] == "EngineLost");
+    let blamed: Vec<_> = lost.filter(|event| event["reason"] == "DeviceFailed").collect();
+    assert!(blamed.is_empty(), "{blamed:?}");
+    assert_eq!(bench.count("WorkerLost"), 0, "{}", bench.output());
+    // It trains to its end, with the losses of one rank that nothing disturbs.
+    let steps = format!("training.steps={}", newest() + 10);
+    let limit = LIMIT + 4 * span;
+    assert_eq!(bench.run(&["--set", &steps], limit), Some(0), "{}", bench.output());
+    let alone = nodes.replace("devicesPerNode: 4, min: 1, max: 4", "min: 1, max: 1");
+    let whole = Bench::new("storm", &STORM.replace("NODES", &alone));
+    assert_eq!(whole.run(&["--set", &steps], limit), Some(0), "{}", whole.output());
+    let of = |bench: &Bench| -> std::collections::BTreeMap<u64, f64> {
+        bench.metrics().iter().map(|line| (line.step, line.loss)).collect()
+    };
+    let (found, expected) = (of(&bench), of(&whole));
+    assert_eq!(found.len(), expected.len());
+    let same = |a: f64, b: f64| match alone == nodes {
+        // Sums of losses, which are told, come in another order on GPUs.
+        true => (a - b).abs() <= 1e-12 * a.abs(),
+        false => a.to_bits() == b.to_bits(),
+    };
+    let differs = expected.iter().find(|(step, loss)| {
+        !found.get(step).is_some_and(|found| same(*found, **loss))
+    });
+    assert_eq!(differs, None, "{}", bench.output());
+    if let Some(least) = number("MOEJOB_STORM_PERCENT") {
+        assert!(100.0 * share >= least as f64, "effective {:.2}%", 100.0 * share);
+    }
+}
+
+/// Steps that were reached in some time.
+#[derive(Default)]
+struct Speed {
+    steps: u64,
+    seconds: f64,
+}
+
+impl Speed {
+    fn measure(&mut self, newest: impl Fn() -> u64, work: impl FnOnce()) {
+        let (before, began) = (newest(), Instant::now());
+        work();
+        self.steps += newest().saturating_sub(before);
+        self.seconds += began.elapsed().as_secs_f64();
+    }
+
+    fn rate(&self) -> f64 {
+        self.steps as f64 / self.seconds
     }
 }
 

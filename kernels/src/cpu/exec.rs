@@ -63,8 +63,7 @@ impl Exec {
         if !isa.is_available() {
             return Err(KernelError::Isa { isa });
         }
-        let pool = (threads > 1).then(|| Pool::new(threads)).transpose();
-        let pool = pool.map_err(|source| KernelError::Pool { threads, source })?;
+        let pool = (threads > 1).then(|| Pool::new(threads));
         Ok(Exec { isa, threads, pool })
     }
 

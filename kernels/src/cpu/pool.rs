@@ -70,18 +70,17 @@ impl<J> Jobs<J> {
 }
 
 impl Pool {
-    /// A pool in which `threads` threads compute, the caller's being one of them.
-    ///
-    /// # Errors
-    /// The system gives no more threads.
-    pub(crate) fn new(threads: usize) -> std::io::Result<Pool> {
-        let mut pool = Pool { shared: Arc::default(), threads: Vec::new() };
-        for index in 1..threads {
-            let shared = Arc::clone(&pool.shared);
+    /// A pool in which `threads` threads compute, the caller's being one of them; fewer, where the
+    /// system gives no more. No bit depends on how many there are.
+    pub(crate) fn new(threads: usize) -> Pool {
+        let shared = Arc::<Shared>::default();
+        let begin = |index: usize| {
+            let shared = Arc::clone(&shared);
             let thread = std::thread::Builder::new().name(format!("compute-{index}"));
-            pool.threads.push(thread.spawn(move || shared.serve())?);
-        }
-        Ok(pool)
+            thread.spawn(move || shared.serve()).ok()
+        };
+        let threads = (1..threads).map_while(begin).collect();
+        Pool { shared, threads }
     }
 
     /// Does every job, here and on the pool's threads.
@@ -217,7 +216,7 @@ mod tests {
 
     #[test]
     fn every_job_is_done_once_in_every_round() {
-        let pool = Pool::new(4).expect("threads");
+        let pool = Pool::new(4);
         for round in 0..2_000_usize {
             let mut out = vec![0_usize; round % 37];
             pool.run(out.iter_mut().enumerate().collect(), |(i, out)| *out += i + round);
@@ -230,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_job_that_panics_ends_its_round_alone() {
-        let pool = Pool::new(2).expect("threads");
+        let pool = Pool::new(2);
         for bad in 0..50 {
             let ran = AtomicUsize::new(0);
             let jobs: Vec<usize> = (0..50).collect();
@@ -253,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_job_may_find_the_pool_taken() {
-        let pool = Pool::new(2).expect("threads");
+        let pool = Pool::new(2);
         let sum = AtomicUsize::new(0);
         pool.run(vec![1, 2], |outer| {
             pool.run(vec![10, 20], |inner| {

@@ -12,6 +12,7 @@ use super::cubins::{Cubins, shipped_dir};
 use super::driver::{Function, Gpu, LoadedModule};
 use super::error::CudaError;
 use super::libraries::{Cuda, DRIVER, NVRTC};
+use crate::threads::{self, Work};
 
 /// A compilation unit: its macros are part of its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -140,8 +141,8 @@ fn in_turn<T: Send>(
         }
     };
     let mut made = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(turns)).collect();
-        let join = |worker: std::thread::ScopedJoinHandle<'_, Vec<_>>| match worker.join() {
+        let workers: Vec<_> = (0..threads).map(|_| threads::begin(scope, turns)).collect();
+        let join = |worker: Work<'_, Vec<_>>| match worker.join() {
             Ok(made) => made,
             Err(panic) => std::panic::resume_unwind(panic),
         };

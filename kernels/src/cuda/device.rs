@@ -216,13 +216,6 @@ impl CudaDevice {
         self.wait_max = longest;
     }
 
-    /// Why a wait for the device was given up, if that is what failed.
-    pub(crate) fn gave_up(&self) -> Option<&str> {
-        match self.failure.get() {
-            Some(LayerError::Cuda(CudaError::GivenUp { why })) => Some(why),
-            _ => None,
-        }
-    }
 
     /// Enqueues what breaks the device.
     pub(crate) fn inject(&mut self, fault: Fault) {
@@ -247,8 +240,7 @@ impl CudaDevice {
                 return Err(CudaError::GivenUp { why });
             }
             if waited > self.wait_max {
-                let why = format!("it did not end in {:.1} s", waited.as_secs_f64());
-                return Err(CudaError::GivenUp { why });
+                return Err(CudaError::Late { seconds: waited.as_secs_f64() });
             }
             if waited < SPIN {
                 std::hint::spin_loop();

@@ -56,6 +56,8 @@ pub enum CudaError {
     NotCaptured { why: String },
     #[error("waiting for the device was given up: {why}")]
     GivenUp { why: String },
+    #[error("it did not end in {seconds:.1} s")]
+    Late { seconds: f64 },
     #[error("position {position} of this node shares nothing of its memory, as this rank does")]
     NotShared { position: usize },
     #[error("{why}")]
@@ -89,6 +91,7 @@ impl CudaError {
             CudaError::Cublas { .. }
             | CudaError::NotCaptured { .. }
             | CudaError::GivenUp { .. }
+            | CudaError::Late { .. }
             | CudaError::NotShared { .. }
             | CudaError::NoRoom { .. }
             | CudaError::OutOfMemory { .. }

@@ -16,6 +16,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use super::driver::{Arena, Gpu};
 use super::error::{CudaError, Doing};
 use super::window::Window;
+use crate::threads;
 
 /// Large pages of x86: as many fewer to pin, and to give back when the process ends.
 const LARGE_PAGE: usize = 2 << 20;
@@ -143,7 +144,7 @@ impl Mapping {
         let here = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = here.min(THREADS_MAX).min(self.bytes.div_ceil(STRETCH));
         std::thread::scope(|scope| {
-            (1..threads).for_each(|_| drop(scope.spawn(run)));
+            (1..threads).for_each(|_| drop(threads::begin(scope, run)));
             run();
         });
     }

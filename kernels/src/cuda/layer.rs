@@ -26,6 +26,16 @@ pub enum LayerError {
     Cuda(#[from] CudaError),
 }
 
+impl LayerError {
+    /// What the GPU's side says, if it is that.
+    pub fn of_gpu(&self) -> Option<&CudaError> {
+        match self {
+            LayerError::Refused(_) => None,
+            LayerError::Cuda(error) => Some(error),
+        }
+    }
+}
+
 /// The experts' matrices in one buffer, as a bucket holds them: expert e's starts at e * `stride`.
 #[derive(Clone, Copy, Debug)]
 pub struct Stacked {

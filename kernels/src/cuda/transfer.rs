@@ -6,6 +6,7 @@
 
 use super::driver::{Gpu, PinnedBuffer, Stream};
 use super::error::CudaError;
+use crate::threads::begin;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -108,7 +109,7 @@ impl Transfer {
         };
         std::thread::scope(|scope| {
             let threads: Vec<_> =
-                self.lanes.iter().take(pieces).map(|lane| scope.spawn(|| run(lane))).collect();
+                self.lanes.iter().take(pieces).map(|lane| begin(scope, || run(lane))).collect();
             let ended = threads.into_iter().map(|thread| match thread.join() {
                 Ok(ended) => ended,
                 Err(panic) => std::panic::resume_unwind(panic),

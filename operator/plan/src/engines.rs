@@ -6,7 +6,7 @@
 
 use crate::observed::{Gang, Millis, keep_newest};
 use moejob_manifest::problem::{printable, shorten};
-use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind};
+use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind, VICTIM};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -31,9 +31,12 @@ pub struct EngineLoss {
     #[serde(skip_serializing_if = "String::is_empty")]
     pub uuid: String,
     pub attempt: u32,
-    /// Its device gave it up.
+    /// Its device gave it up, and nothing of its attempt was lost before.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub by_device: bool,
+    /// It followed from another loss of its attempt. Those are told, and not kept.
+    #[serde(skip)]
+    pub victim: bool,
     /// How it ended, and what it said last.
     pub cause: String,
     pub at: Millis,
@@ -80,15 +83,15 @@ impl Engines {
         self.changes
     }
 
-    /// A worker on `node` has said this; `gang` is the one that is under way. What is told of the
-    /// engine's end is given back.
+    /// A worker on `node` has said this; `gang` is the one that is under way, and `is_first` that
+    /// nothing of it was lost before. What is told of the engine's end is given back.
     pub fn heard(
         &mut self,
         (worker, node): (&str, &str),
-        gang: Option<&Gang>,
+        (gang, is_first): (Option<&Gang>, bool),
         event: &Event,
         now: Millis,
-    ) -> Option<&EngineLoss> {
+    ) -> Option<EngineLoss> {
         let device = number(event, "device").filter(|device| *device < DEVICES_MAX)?;
         match event.event {
             EventKind::EngineStarted | EventKind::EngineLost => {
@@ -104,18 +107,24 @@ impl Engines {
         let member = gang.and_then(|gang| gang.members.iter().find(|of| of.worker == worker));
         // What the leader itself has decided counts more.
         let rank = member.map(|member| member.rank + device as u32).or(told)?;
-        self.lost.push(EngineLoss {
+        let by_device = event.reason == DEVICE_FAILED;
+        let victim = event.reason == VICTIM || by_device && !is_first;
+        let loss = EngineLoss {
             rank,
             node: node.to_string(),
             device,
             uuid: self.uuid(worker, device).to_string(),
             attempt: event.attempt,
-            by_device: event.reason == DEVICE_FAILED,
+            by_device: by_device && !victim,
+            victim,
             cause: cause(event),
             at: now,
-        });
-        keep_newest(&mut self.lost, LOST_KEPT);
-        self.lost.last()
+        };
+        if !victim {
+            self.lost.push(loss.clone());
+            keep_newest(&mut self.lost, LOST_KEPT);
+        }
+        Some(loss)
     }
 
     /// A worker keeps its devices, so what one engine has told holds for those that follow it.

@@ -179,6 +179,10 @@ pub struct Record {
     /// anew.
     #[serde(skip)]
     pub device_failures: Vec<DeviceFailure>,
+    /// The member of the present gang that was lost first, or that lost an engine first: all other
+    /// losses of its attempt may follow from that one. Not in the status either.
+    #[serde(skip)]
+    pub first_lost: Option<String>,
     /// Attempts that ended with the same words before their first step. Not in the status either.
     #[serde(skip)]
     pub repeat: Repeat,

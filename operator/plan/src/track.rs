@@ -155,6 +155,7 @@ impl Tracker {
                 record.gang = Some((**gang).clone());
                 record.start_failures.clear();
                 record.start_failure.clear();
+                record.first_lost = None;
                 self.present = Present { last_step: gang.resumed_at, ..Present::default() };
                 if let Some(recovery) = self.open_recovery() {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
@@ -594,6 +595,7 @@ impl Tracker {
             return Vec::new();
         }
         worker.state = WorkerState::Silent;
+        self.note_first(name);
         vec![Happening::WorkerLost { name: name.to_string(), cause: cause.to_string() }]
     }
 
@@ -622,6 +624,7 @@ impl Tracker {
         if known {
             return Vec::new();
         }
+        self.note_first(name);
         if early {
             self.start_failed(&format!("{name} {message}"), now);
         }

@@ -58,16 +58,16 @@ fn a_loss_is_named_by_rank_node_device_and_uuid() {
     let (mut engines, gang) = (Engines::default(), gang(3, 8));
     let from = ("j-1", "n1");
     let started = event(EventKind::EngineStarted, 2, "GPU-a");
-    assert_eq!(engines.heard(from, Some(&gang), &started, 5), None);
+    assert_eq!(engines.heard(from, (Some(&gang), true), &started, 5), None);
     // It ended before it could say which GPU it had.
     let lost = event(EventKind::EngineLost, 2, "");
-    let loss = engines.heard(from, Some(&gang), &lost, 7).expect("a loss").clone();
+    let loss = engines.heard(from, (Some(&gang), true), &lost, 7).expect("a loss");
     assert_eq!((loss.rank, loss.device, loss.attempt, loss.at), (10, 2, 3, 7));
     assert_eq!((loss.place().as_str(), loss.by_device), ("device 2 of n1 (GPU-a)", true));
     assert!(loss.cause.starts_with("exit code 70: e"), "{}", loss.cause);
     assert!(loss.cause.len() <= CAUSE_BYTES_MAX && !loss.cause.contains('\u{1b}'));
     // Without a gang only the worker can say which rank it was.
-    let loss = engines.heard(from, None, &lost, 8).expect("a loss");
+    let loss = engines.heard(from, (None, true), &lost, 8).expect("a loss");
     assert_eq!(loss.rank, 99);
 }
 
@@ -77,16 +77,16 @@ fn what_is_kept_of_workers_that_say_anything_is_bounded() {
     let from = ("j-0", "n0");
     for uuid in ["", "a b", "\u{202e}", "x".repeat(65).as_str(), "GPU-\n"] {
         let started = event(EventKind::EngineStarted, 0, uuid);
-        engines.heard(from, Some(&gang), &started, 0);
+        engines.heard(from, (Some(&gang), true), &started, 0);
         assert_eq!(engines, Engines::default(), "{uuid:?}");
     }
     for device in [DEVICES_MAX, u64::MAX] {
         let lost = event(EventKind::EngineLost, device, "GPU-a");
-        assert_eq!(engines.heard(from, Some(&gang), &lost, 0), None);
+        assert_eq!(engines.heard(from, (Some(&gang), true), &lost, 0), None);
     }
     for at in 0..100 {
         let lost = event(EventKind::EngineLost, at % DEVICES_MAX, "");
-        engines.heard(from, Some(&gang), &lost, at);
+        engines.heard(from, (Some(&gang), true), &lost, at);
     }
     let kept: Vec<Millis> = engines.lost.iter().map(|loss| loss.at).collect();
     assert_eq!(kept, (92..100).collect::<Vec<_>>());
@@ -98,7 +98,7 @@ fn what_is_kept_of_workers_that_say_anything_is_bounded() {
 fn the_table_has_every_rank_and_the_uuids_that_are_known() {
     let (mut engines, gang) = (Engines::default(), gang(512, 8));
     let started = event(EventKind::EngineStarted, 7, "GPU-b");
-    engines.heard(("j-511", "n511"), Some(&gang), &started, 0);
+    engines.heard(("j-511", "n511"), (Some(&gang), true), &started, 0);
     let table = engines.table(&gang);
     assert_eq!(table.len(), 4096);
     assert!(table.iter().enumerate().all(|(at, of)| of.rank as usize == at));

@@ -152,6 +152,66 @@ fn a_node_that_is_avoided_has_no_device_failures_any_more() {
     assert_eq!(record.partings, [("n2".to_string(), "n3".to_string(), 1)]);
 }
 
+/// The devices that count as failed, after this was heard of attempt 1.
+fn failed_devices(heard: &[(&str, Up)], then: impl Fn(&mut Tracker)) -> Vec<u64> {
+    let mut world = configured(Setup::default());
+    then(&mut world.tracker);
+    for (name, up) in heard {
+        world.tracker.heard(name, 1, up, 0);
+    }
+    world.observed().record.device_failures.iter().map(|failure| failure.device).collect()
+}
+
+#[test]
+fn an_attempt_has_one_culprit_and_all_others_are_victims() {
+    let device = |name, device| (name, said::device_failed(1, device));
+    let engine = |name, reason: &str| {
+        let details = BTreeMap::from([("device".to_string(), Detail::Number(7))]);
+        let (time, message) = Default::default();
+        let (event, reason) = (EventKind::EngineLost, reason.to_string());
+        (name, Up::Event(Event { time, attempt: 1, event, reason, message, details }))
+    };
+    let nothing = |_: &mut Tracker| {};
+    assert_eq!(failed_devices(&[device("j-0", 2)], nothing), [2]);
+    // What follows from it fails as well, on its own node or on others.
+    let all = [device("j-1", 3), device("j-1", 0), device("j-0", 1), device("j-3", 2)];
+    assert_eq!(failed_devices(&all, nothing), [3]);
+    // An engine that was killed, or a worker, comes before; a victim of neither does not.
+    let behind = |first| failed_devices(&[engine("j-0", first), device("j-1", 1)], nothing);
+    assert_eq!(behind("Lost"), [0; 0]);
+    assert_eq!(behind("Victim"), [1]);
+    let silent = |tracker: &mut Tracker| drop(tracker.silent("j-2", "nothing is heard of it"));
+    assert_eq!(failed_devices(&[device("j-1", 1)], silent), [0; 0]);
+    let killed = |tracker: &mut Tracker| drop(tracker.exited("j-2", None, "killed", 0));
+    assert_eq!(failed_devices(&[device("j-1", 1)], killed), [0; 0]);
+    // The next attempt has its own.
+    let mut world = configured(Setup::default());
+    let Up::Event(first) = engine("j-0", "Lost").1 else { panic!("an event") };
+    world.tracker.heard("j-0", 1, &Up::Event(first), 0);
+    ends(&mut world.tracker, 1);
+    let mut gang = world.observed().record.gang.clone().expect("a gang");
+    (gang.attempt, gang.ended) = (2, None);
+    world.tracker.done(&Action::RecordAttempt(Box::new(gang)), 2);
+    let happened = world.tracker.heard("j-1", 2, &said::device_failed(2, 1), 3);
+    assert_eq!(world.observed().record.device_failures.len(), 1);
+    let [Happening::EngineLost(loss)] = &happened[..] else { panic!("{happened:?}") };
+    assert!(loss.by_device && !loss.victim, "{loss:?}");
+}
+
+/// Victims are told, and push no loss out of the status that explains them.
+#[test]
+fn victims_stand_in_no_status() {
+    let mut world = configured(Setup::default());
+    for (at, name) in NAMES.into_iter().enumerate() {
+        for device in 0..4 {
+            let told = world.tracker.heard(name, 1, &said::device_failed(1, device), at as u64);
+            assert!(matches!(&told[..], [Happening::EngineLost(_)]), "{told:?}");
+        }
+    }
+    let kept: Vec<_> = world.tracker.engines.lost.iter().map(|of| (of.device, of.at)).collect();
+    assert_eq!(kept, [(0, 0)]);
+}
+
 /// Whatever its name is: only a newer step makes another checkpoint the newest.
 #[test]
 fn what_is_stored_gives_way_to_newer_steps_alone() {

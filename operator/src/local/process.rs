@@ -97,7 +97,9 @@ impl Processes {
             .create(true)
             .append(true)
             .open(self.logs.join(format!("{node}.log")))?;
-        let mut child = Command::new(std::env::current_exe()?)
+        // The link names the program that runs, whatever lies at its path by now.
+        let mut child = Command::new("/proc/self/exe")
+            .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
             .arg("worker")
             .envs(self.trace.iter().map(|file| (ENV_TRACE, file)))
             .envs(arenas(getrlimit(Resource::As).current))

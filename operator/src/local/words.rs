@@ -12,8 +12,9 @@ const ENDS_THE_JOB: [i32; 2] = [2, 3];
 pub struct Words {
     /// By worker: how it said that it would end, and why.
     said: HashMap<String, (i32, String)>,
-    /// What was told since the newest step.
+    /// What was told since the newest step, and whether there was one.
     told: Vec<String>,
+    stepped: bool,
     /// Sizes of the logs when the run began: they are appended to by one run after the other.
     logs: BTreeMap<PathBuf, u64>,
 }
@@ -56,6 +57,12 @@ impl Words {
     /// A step is done: what comes now is news.
     pub fn stepped(&mut self) {
         self.told.clear();
+        self.stepped = true;
+    }
+
+    /// A step was done in this run.
+    pub fn has_stepped(&self) -> bool {
+        self.stepped
     }
 
     /// Logs that were written to in this run.

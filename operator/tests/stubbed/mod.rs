@@ -35,7 +35,7 @@ apiVersion: moejob.dev/v1alpha1
 kind: MoeJob
 metadata: {{ name: {name} }}
 spec:
-  nodes: {{ profile: gpu, devicesPerNode: 2{nodes} }}
+  nodes: {{ profile: gpu, {nodes} }}
   model:
     hiddenSize: 64
     numHiddenLayers: {layers}

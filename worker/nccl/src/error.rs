@@ -33,6 +33,13 @@ pub enum Error {
 }
 
 impl Error {
+    /// NCCL refused on its own account: no other rank was late, gone, or the first to fail.
+    pub fn is_own(&self) -> bool {
+        /// `ncclRemoteError`
+        const REMOTE: i32 = 6;
+        matches!(self, Error::Refused { code, .. } if *code != REMOTE)
+    }
+
     /// NCCL refused or did not come to an end; nothing is missing, and versions agree. A process
     /// that begins anew may not meet it.
     pub fn is_of_process(&self) -> bool {

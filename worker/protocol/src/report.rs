@@ -223,6 +223,10 @@ pub enum Detail {
 
 /// Reason of an `EngineLost` that is the device's fault and not the engine's.
 pub const DEVICE_FAILED: &str = "DeviceFailed";
+/// Reason of an `EngineLost` that was killed, or does not say why it ended.
+pub const LOST: &str = "Lost";
+/// Reason of an `EngineLost` that followed from another loss of its attempt.
+pub const VICTIM: &str = "Victim";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EventKind {

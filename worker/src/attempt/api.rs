@@ -163,8 +163,10 @@ pub enum AttemptEnd {
     /// A higher attempt has claimed the run's directory.
     Fenced { attempt: u32 },
     Failed(Failure),
-    /// Nothing that the device computes counts, until the process that used it has ended.
-    DeviceFailed { message: String },
+    /// Nothing that the device computes counts, until the process that used it has ended. `own`: it
+    /// was the first to fail; else the loss of another rank, or memory that others have, came
+    /// before.
+    DeviceFailed { message: String, own: bool },
 }
 
 #[cfg(test)]

@@ -16,5 +16,5 @@ mod ways;
 mod resume;
 mod products;
 pub mod records;
-mod recorder;
+pub mod recorder;
 pub mod saves;

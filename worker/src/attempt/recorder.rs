@@ -4,6 +4,7 @@
 //! oldest go, and a line says how many.
 
 use crate::attempt::records::{Records, event, print};
+use crate::failure::chain;
 use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -24,6 +25,10 @@ enum Line {
     Step(Box<StepReport>),
     Event(Event),
 }
+
+/// Lines that wait for the next one who records.
+#[derive(Debug, Default)]
+pub struct Unwritten(VecDeque<Line>);
 
 /// Rank 0's records of an attempt.
 #[derive(Debug)]
@@ -49,6 +54,9 @@ struct State {
     durable: u64,
     closing: bool,
     ended: bool,
+    /// Why lines wait, and whether that was told.
+    trouble: Option<String>,
+    told: bool,
 }
 
 impl Shared {
@@ -75,11 +83,37 @@ impl Recorder {
     /// # Errors
     /// No thread could be started.
     pub fn start(directory: PathBuf, attempt: u32, echo: bool) -> std::io::Result<Recorder> {
-        let shared = Arc::<Shared>::default();
+        Recorder::start_with(Unwritten::default(), directory, attempt, echo)
+    }
+
+    /// The same with lines that the one before could not write.
+    ///
+    /// # Errors
+    /// No thread could be started.
+    pub fn start_with(
+        Unwritten(lines): Unwritten,
+        directory: PathBuf,
+        attempt: u32,
+        echo: bool,
+    ) -> std::io::Result<Recorder> {
+        let state = Mutex::new(State { lines, ..State::default() });
+        let shared = Arc::new(Shared { state, ..Shared::default() });
         let theirs = Arc::clone(&shared);
         let work = move || append_all(&directory, attempt, &theirs);
         std::thread::Builder::new().name("records".to_string()).spawn(work)?;
         Ok(Recorder { shared, echo, asides: Vec::new() })
+    }
+
+    /// Ends, and says which lines storage has not taken.
+    pub fn end(self) -> Unwritten {
+        self.close();
+        Unwritten(std::mem::take(&mut self.shared.lock().lines))
+    }
+
+    fn close(&self) {
+        self.shared.lock().closing = true;
+        self.shared.changed.notify_all();
+        self.shared.wait_until(END_MAX, |state| state.ended);
     }
 
     /// Lets a thread of its own do what touches storage, and what no step needs: storage may hang.
@@ -88,6 +122,22 @@ impl Recorder {
             Ok(thread) => self.asides.push(thread),
             Err(error) => tracing::warn!("nothing is written beside the records: {error}"),
         }
+    }
+
+    /// Lines cannot be written, or can again, since the last call: told once each.
+    pub fn take_news(&self) -> Option<String> {
+        let mut state = self.shared.lock();
+        let fails = state.trouble.is_some();
+        if std::mem::replace(&mut state.told, fails) == fails {
+            return None;
+        }
+        Some(match &state.trouble {
+            Some(why) => format!(
+                "lines for metrics.jsonl and events.jsonl wait in memory, {LINES_MAX} at most, and \
+                 are tried again: {why}"
+            ),
+            None => "metrics.jsonl and events.jsonl are written again".to_string(),
+        })
     }
 
     pub fn step(&self, report: &StepReport) {
@@ -131,10 +181,8 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        self.shared.lock().closing = true;
-        self.shared.changed.notify_all();
         let end = Instant::now() + END_MAX;
-        self.shared.wait_until(END_MAX, |state| state.ended);
+        self.close();
         // What hangs is left behind.
         while Instant::now() < end && !self.asides.iter().all(JoinHandle::is_finished) {
             std::thread::sleep(ASIDE_POLL);
@@ -194,6 +242,11 @@ fn append_all(directory: &std::path::Path, attempt: u32, shared: &Shared) {
         })();
         let mut state = shared.lock();
         let failed = done.is_err();
+        match (&done, &next) {
+            (Err(error), _) => state.trouble = Some(chain(error)),
+            (Ok(()), Next::Append(_) | Next::TellLost(_)) => state.trouble = None,
+            (Ok(()), Next::Sync(_) | Next::End) => {}
+        }
         match next {
             Next::End => {
                 state.ended = true;

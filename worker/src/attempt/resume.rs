@@ -8,7 +8,7 @@ use crate::attempt::api::TrainerEvent;
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::Patience;
-use crate::attempt::stop::{Stop, fail, storage_failed};
+use crate::attempt::stop::{Stop, fail, no_thread, storage_failed};
 use crate::checkpoint::desk::Desk;
 use crate::checkpoint::aside::{WAYS_ON, set_aside};
 use crate::checkpoint::fence::{self, FenceError};
@@ -303,9 +303,7 @@ impl Sums {
             damaged
         };
         let compared = std::thread::Builder::new().name("sums".to_string()).spawn(work);
-        let compared = compared.map_err(|error| {
-            fail(1, &format!("no thread to compare checksums: {error}"), "end other programs")
-        })?;
+        let compared = compared.map_err(|error| no_thread("to compare checksums", &error))?;
         Ok(Some(Sums { compared, step: *step, attempt: *attempt }))
     }
 

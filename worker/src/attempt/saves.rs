@@ -100,6 +100,8 @@ pub(crate) struct Saves {
     giving_up: u64,
     /// Why checkpoints were last said to be degraded.
     degraded: Option<&'static str>,
+    /// What a rank's storage says, as it was last heard.
+    trouble: String,
 }
 
 /// Checkpoints of a state of so many bytes, of all ranks together, that may be under way at once.
@@ -131,7 +133,13 @@ impl Saves {
             given_up: 0,
             giving_up: 0,
             degraded: None,
+            trouble: String::new(),
         }
+    }
+
+    /// What storage says while it is waited for; empty where it is slow and says nothing.
+    pub fn trouble(&self) -> &str {
+        &self.trouble
     }
 
     /// Whether a checkpoint that is due now can begin.
@@ -200,6 +208,7 @@ impl Saves {
         if let Some(fenced) = ends.iter().map(|end| end.fenced_by).max().filter(|by| *by > 0) {
             return Err(Ends::Fenced(fenced));
         }
+        self.trouble = ends.iter().map(|end| &end.write_error).max().cloned().unwrap_or_default();
         let mut ranks = ends.iter().enumerate();
         let trouble = ranks.find(|(_, end)| !end.write_error.is_empty());
         let diverged = ends.iter().enumerate().find(|(_, end)| {
@@ -260,6 +269,15 @@ impl Saves {
     pub fn begin_degraded(&mut self, why: &str) -> Option<News> {
         self.overdue = true;
         self.degrade("StorageFails", || format!("training goes on without storage: {why}"))
+    }
+
+    /// The state of `step` waits to be written, and storage fails: on rank 0's word older ones that
+    /// are under way make room for it.
+    pub fn give_up_older(&mut self, step: u64) {
+        let older = self.pending.iter().filter(|pending| pending.step < step);
+        if let (0, Some(newest), false) = (self.rank, older.last(), self.trouble.is_empty()) {
+            self.giving_up = self.giving_up.max(newest.step);
+        }
     }
 
     /// Nothing of the attempt before is waited for, and on rank 0's word, from the next step's end

@@ -55,11 +55,16 @@ impl Start {
 }
 
 /// For tests of what happens then: `MOEJOB_FAULT=illegal@60/1` breaks the GPU of rank 1 in step 60
-/// of a job's first attempt, `hang@60/1` lets it hang.
+/// of a job's first attempt, `hang@60/1` lets it hang, and `illegal@60/1x3` breaks it in each of
+/// the first three attempts.
 pub(crate) fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
-    let wanted = std::env::var("MOEJOB_FAULT").ok().filter(|_| attempt == 1)?;
+    let wanted = std::env::var("MOEJOB_FAULT").ok()?;
     let (kind, place) = wanted.split_once('@')?;
     let (step, of) = place.split_once('/')?;
+    let (of, attempts) = of.split_once('x').unwrap_or((of, "1"));
+    if attempt > attempts.parse().ok()? {
+        return None;
+    }
     let fault = match kind {
         "illegal" => Fault::IllegalAddress,
         "hang" => Fault::EndlessKernel,

@@ -16,7 +16,8 @@ use crate::engine::step::{Engine, StepSummary};
 use crate::engine::validate::Validation;
 use crate::gang::step_end::{self, StepEnd};
 use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
-use crate::attempt::stop::{Stop, fail, storage_failed};
+use crate::attempt::stop::{Stop, fail};
+use crate::gang::comm::CommError;
 use crate::attempt::ways::Trying;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moejob_protocol::WorkerConfig;
@@ -88,6 +89,8 @@ const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradien
 /// Between two empty steps that wait for storage: at first, and at most.
 pub(super) const STORAGE_POLL: Duration = Duration::from_millis(2);
 const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
+/// An end that storage holds up for so long is told.
+const TOLD_AFTER: Duration = Duration::from_secs(2);
 
 impl Run<'_> {
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
@@ -177,9 +180,10 @@ impl Run<'_> {
         self.compare()?;
         self.wait_for_storage()?;
         if self.step >= steps && self.saves.has_given_up(self.step) {
+            // Memory has what was trained: the next attempt goes on from there, and waits again.
             let waited = self.patience.end.as_secs();
-            let why = format!("the last checkpoint could not be written in {waited} seconds");
-            return Err(storage_failed(&why));
+            let reason = format!("the last checkpoint could not be written in {waited} seconds");
+            return Err(Stop::Comm(CommError::Aborted { reason }));
         }
         if self.step >= steps {
             return Ok(AttemptEnd::Completed { step: self.step });
@@ -312,7 +316,15 @@ impl Run<'_> {
         let mut pause = STORAGE_POLL;
         let last = self.patience.end;
         let until = *self.waits_until.get_or_insert_with(|| Instant::now() + last);
+        let began = Instant::now();
+        let mut told = false;
+        // The leader looks for progress of another kind than steps.
+        self.control.set_phase(Phase::Stopping);
         while self.saves.is_waiting() {
+            if began.elapsed() >= TOLD_AFTER && !std::mem::replace(&mut told, true) {
+                self.tell_waits(until)?;
+                self.saves.give_up_older(self.step);
+            }
             std::thread::sleep(pause);
             pause = (pause + pause / 8).min(STORAGE_POLL_MAX);
             if Instant::now() >= until {
@@ -323,6 +335,7 @@ impl Run<'_> {
             self.hear()?;
             // Asked for meanwhile: it takes effect with the next real step.
             self.asked = asked;
+            self.tell_records()?;
         }
         Ok(())
     }

@@ -3,18 +3,20 @@
 use crate::attempt::api::AttemptEnd;
 use crate::checkpoint::fence::FenceError;
 use crate::engine::links::NoLinks;
-use crate::engine::step::{OpenError, StepError};
+use crate::engine::step::{OpenError, StepError, device_error};
 use crate::failure::{Failure, advice_on, chain};
 use crate::gang::comm::CommError;
-use crate::state::rank::DeviceFailed;
+use crate::state::rank::DeviceError;
 
 /// Why an attempt ended before its last step.
 pub(crate) enum Stop {
     Comm(CommError),
+    /// This rank or one that it waits for hangs. Whose device can be left was not the one.
+    Hangs(String),
     Fenced(u32),
     Failed(Failure),
     /// See [`AttemptEnd::DeviceFailed`].
-    Device(String),
+    Device { message: String, own: bool },
     /// The storage has another state than the leader believes, and the leader has been told.
     Elsewhere,
 }
@@ -30,14 +32,20 @@ impl From<StepError> for Stop {
         match error {
             StepError::Comm(error) => Stop::Comm(error),
             StepError::Data(error) => Stop::Failed(error.failure()),
-            StepError::Device(_) => Stop::Device(error.to_string()),
+            StepError::Device(error) => error.into(),
         }
     }
 }
 
-impl From<DeviceFailed> for Stop {
-    fn from(error: DeviceFailed) -> Stop {
-        Stop::Device(error.to_string())
+impl From<DeviceError> for Stop {
+    fn from(error: DeviceError) -> Stop {
+        let message = error.to_string();
+        match error {
+            DeviceError::Failed(_) => Stop::Device { message, own: true },
+            DeviceError::Full(_) => Stop::Device { message, own: false },
+            DeviceError::GivenUp(reason) => Stop::Comm(CommError::Aborted { reason }),
+            DeviceError::Hangs(_) => Stop::Hangs(message),
+        }
     }
 }
 
@@ -61,11 +69,17 @@ impl Stop {
 }
 
 /// What an attempt says whose device could not be left. The next one could not use it, whatever
-/// ended this one; but where none will come, why is what counts.
-pub(super) fn not_left(ended: Result<AttemptEnd, Stop>, device: Stop) -> Stop {
+/// ended this one; but where none will come, why is what counts. The device is to blame where
+/// nothing came before, or a hang whose place nobody knew.
+pub(super) fn not_left(ended: Result<AttemptEnd, Stop>, device: String) -> Stop {
+    let behind = |why: &str| format!("{device}, behind this: {why}");
     match ended {
-        Err(stop @ (Stop::Failed(_) | Stop::Fenced(_))) => stop,
-        Err(Stop::Comm(_) | Stop::Device(_) | Stop::Elsewhere) | Ok(_) => device,
+        Err(stop @ (Stop::Failed(_) | Stop::Fenced(_) | Stop::Device { .. })) => stop,
+        Err(Stop::Comm(error)) => {
+            Stop::Device { message: behind(&error.to_string()), own: false }
+        }
+        Err(Stop::Hangs(why)) => Stop::Device { message: behind(&why), own: true },
+        Err(Stop::Elsewhere) | Ok(_) => Stop::Device { message: device, own: true },
     }
 }
 
@@ -79,10 +93,14 @@ pub(super) fn not_opened(attempt: u32, trained: bool, error: OpenError) -> Stop 
     // not.
     let again = attempt > 1;
     match error {
-        OpenError::Kernel(error) if again && error.is_of_process() => Stop::Device(chain(&error)),
+        OpenError::Kernel(error) if again && error.is_of_process() => {
+            device_error(error.of_gpu(), chain(&error), 1).into()
+        }
         OpenError::Kernel(error) => failed(&error, advice_on(&error)),
         OpenError::Links(NoLinks::Comm(error)) => Stop::Comm(error),
-        OpenError::Links(error) if again && error.is_of_process() => Stop::Device(chain(&error)),
+        OpenError::Links(error) if again && error.is_of_process() => {
+            Stop::Device { message: chain(&error), own: error.is_own() }
+        }
         // A newcomer lacks something. It says so itself, and its worker ends.
         OpenError::Links(error)
             if again && (trained || matches!(error, NoLinks::Elsewhere { .. })) =>
@@ -98,6 +116,12 @@ pub(crate) fn storage_failed(message: &str) -> Stop {
     fail(1, message, advice)
 }
 
+/// The system gives no thread, under a limit of processes for example: the next attempt may get it,
+/// and its worker keeps what it holds.
+pub(crate) fn no_thread(what: &str, error: &std::io::Error) -> Stop {
+    Stop::Comm(CommError::Aborted { reason: format!("there is no thread {what}: {error}") })
+}
+
 pub(crate) fn fail(exit_code: i32, message: &str, advice: &str) -> Stop {
     Stop::Failed(Failure::new(exit_code, message, advice))
 }
@@ -105,16 +129,55 @@ pub(crate) fn fail(exit_code: i32, message: &str, advice: &str) -> Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moejob_kernels::KernelError;
+    use moejob_kernels::cuda::CudaError;
+
+    /// Whether the device is to blame, where its process has to end.
+    fn blamed(stop: Stop) -> Option<bool> {
+        match stop {
+            Stop::Device { own, .. } => Some(own),
+            _ => None,
+        }
+    }
 
     #[test]
-    fn a_device_that_cannot_be_left_ends_its_process_unless_the_job_ends() {
-        let left = |ended| not_left(ended, Stop::Device("it hangs".to_string()));
-        let aborted = || CommError::Aborted { reason: "a peer hangs".to_string() };
-        assert!(matches!(left(Ok(AttemptEnd::Completed { step: 9 })), Stop::Device(_)));
-        assert!(matches!(left(Err(Stop::Comm(aborted()))), Stop::Device(_)));
-        assert!(matches!(left(Err(Stop::Elsewhere)), Stop::Device(_)));
+    fn a_device_that_cannot_be_left_is_to_blame_where_nothing_came_before() {
+        let left = |ended| not_left(ended, "it does not end".to_string());
+        let lost = || CommError::PeerLost { rank: 3, why: "killed".to_string() };
+        let aborted = || CommError::Aborted { reason: "rank 3 is lost".to_string() };
+        assert_eq!(blamed(left(Ok(AttemptEnd::Completed { step: 9 }))), Some(true));
+        assert_eq!(blamed(left(Err(Stop::Elsewhere))), Some(true));
+        assert_eq!(blamed(left(Err(Stop::Hangs("somewhere".to_string())))), Some(true));
+        assert_eq!(blamed(left(Err(Stop::Comm(lost())))), Some(false));
+        assert_eq!(blamed(left(Err(Stop::Comm(aborted())))), Some(false));
         assert!(matches!(left(Err(Stop::Fenced(3))), Stop::Fenced(3)));
         assert!(matches!(left(Err(fail(3, "no data", "put it back"))), Stop::Failed(_)));
+        let (message, own) = ("an illegal address".to_string(), true);
+        match left(Err(Stop::Device { message, own })) {
+            Stop::Device { message, own: true } => assert_eq!(message, "an illegal address"),
+            _ => panic!("what came first is why"),
+        }
+    }
+
+    #[test]
+    fn a_device_is_to_blame_for_its_own_failures_alone() {
+        let text = || "words".to_string();
+        assert_eq!(blamed(DeviceError::Failed(text()).into()), Some(true));
+        assert_eq!(blamed(DeviceError::Full(text()).into()), Some(false));
+        assert!(matches!(DeviceError::GivenUp(text()).into(), Stop::Comm(_)));
+        assert!(matches!(DeviceError::Hangs(text()).into(), Stop::Hangs(_)));
+        let of = |error: CudaError, world| device_error(Some(&error), text(), world);
+        let given_up = || CudaError::GivenUp { why: text() };
+        let full = || CudaError::NoRoom { why: text() };
+        assert!(matches!(of(given_up(), 2), DeviceError::GivenUp(_)));
+        assert!(matches!(of(CudaError::Late { seconds: 5.0 }, 2), DeviceError::Hangs(_)));
+        assert!(matches!(of(CudaError::Late { seconds: 5.0 }, 1), DeviceError::Failed(_)));
+        assert!(matches!(of(full(), 2), DeviceError::Full(_)));
+        let captured = CudaError::NotCaptured { why: text() };
+        assert!(matches!(of(captured, 2), DeviceError::Failed(_)));
+        let kernel = |error: CudaError| OpenError::Kernel(KernelError::Cuda(error));
+        assert_eq!(blamed(not_opened(2, true, kernel(full()))), Some(false));
+        assert!(matches!(not_opened(2, true, kernel(given_up())), Stop::Comm(_)));
     }
 
     #[test]
@@ -134,8 +197,10 @@ mod tests {
         assert!(matches!(stop(1, false, refused()), Stop::Failed(_)));
         assert!(matches!(stop(1, false, mixed()), Stop::Failed(_)));
         // Later another process may do better, but not where something is missing.
-        assert!(matches!(stop(2, false, refused()), Stop::Device(_)));
-        assert!(matches!(stop(2, true, refused()), Stop::Device(_)));
+        assert_eq!(blamed(stop(2, false, refused())), Some(true));
+        assert_eq!(blamed(stop(2, true, refused())), Some(true));
+        let late = Error::Late { call: "ncclGetUniqueId", limit: std::time::Duration::ZERO };
+        assert_eq!(blamed(stop(2, true, late)), Some(false), "a peer may be dead");
         assert!(matches!(stop(2, false, mixed()), Stop::Failed(_)));
         assert!(matches!(stop(2, true, mixed()), Stop::Comm(_)));
         let without = |attempt| {

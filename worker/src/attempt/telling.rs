@@ -1,6 +1,7 @@
 //! What one attempt tells of itself: on rank 0 a report of each step, and what happened between.
 
 use crate::attempt::api::TrainerEvent;
+use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::News;
 use crate::attempt::steps::Run;
@@ -98,7 +99,15 @@ impl Run<'_> {
             records.step(&report);
         }
         (self.out)(TrainerEvent::Step(report));
-        Ok(())
+        self.tell_records()
+    }
+
+    /// On rank 0: lines that wait for storage.
+    pub(super) fn tell_records(&mut self) -> Result<(), Stop> {
+        match self.records.as_ref().and_then(Recorder::take_news) {
+            Some(news) => self.tell(EventKind::Warning, "Records", news, self.step),
+            None => Ok(()),
+        }
     }
 
     fn routing(&self, summary: &StepSummary, validation: Option<Validation>) -> RoutingReport {
@@ -234,6 +243,18 @@ impl Run<'_> {
                 self.tell(EventKind::CheckpointRecovered, "Committed", message, step)
             }
         }
+    }
+
+    /// On rank 0: all is trained, or the attempt is to stop, and storage holds its end up.
+    pub(super) fn tell_waits(&mut self, until: Instant) -> Result<(), Stop> {
+        let (step, why) = (self.step, self.saves.trouble());
+        let why = if why.is_empty() { "it is slow" } else { why };
+        let left = until.saturating_duration_since(Instant::now()).as_secs();
+        let message = format!(
+            "step {step} is done, and its checkpoint waits for storage: {why}. It is tried again \
+             for {left} s; make room, or mend what it says"
+        );
+        self.tell(EventKind::CheckpointDegraded, "EndWaits", message, step)
     }
 
     /// On rank 0: checkpoints that made room for newer ones.

@@ -16,14 +16,14 @@ use crate::attempt::steps::Run;
 use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
 use crate::checkpoint::{self, Disk};
-use crate::gang::comm::Comm;
+use crate::gang::comm::{Comm, CommError};
 use crate::data::{self, Corpus, DataError};
 use crate::hf::{self, Weights};
 use crate::engine::model::Model;
-use crate::attempt::recorder::Recorder;
+use crate::attempt::recorder::{Recorder, Unwritten};
 use crate::attempt::resume;
 use crate::attempt::start::{Passage, Start, fault_of};
-use crate::attempt::stop::{Stop, fail, not_left, not_opened, storage_failed};
+use crate::attempt::stop::{Stop, fail, no_thread, not_left, not_opened};
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::attempt::ways::Table;
 use crate::state::slots::Memory;
@@ -65,6 +65,8 @@ pub struct Trainer {
     late: bool,
     /// It was connected with other ranks.
     trained: bool,
+    /// Of the attempt before, by a storage that was full.
+    unwritten: Unwritten,
 }
 
 /// How long the end of an attempt waits for its writer to remove old checkpoints.
@@ -99,7 +101,7 @@ impl Trainer {
         let (corpus, batches, products, ways) = (None, None, None, Table::default());
         Trainer {
             memory, desk, corpus, batches, products, ways, disk, patience, spoiled, ahead: false,
-            late: false, trained: false,
+            late: false, trained: false, unwritten: Unwritten::default(),
         }
     }
 
@@ -154,7 +156,8 @@ impl Trainer {
             Err(Stop::Comm(error)) => AttemptEnd::Aborted(error),
             Err(Stop::Fenced(attempt)) => AttemptEnd::Fenced { attempt },
             Err(Stop::Failed(failure)) => AttemptEnd::Failed(failure),
-            Err(Stop::Device(message)) => AttemptEnd::DeviceFailed { message },
+            Err(Stop::Hangs(reason)) => AttemptEnd::Aborted(CommError::Aborted { reason }),
+            Err(Stop::Device { message, own }) => AttemptEnd::DeviceFailed { message, own },
             Err(Stop::Elsewhere) => AttemptEnd::Stopped { step: config.resume.step() },
         }
     }
@@ -193,8 +196,11 @@ impl Trainer {
         agree_on_data(corpus, &mut comm)?;
         let (disk, desk, patience) = (&self.disk, &self.desk, &self.patience);
         let found = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
-        let mut records = if comm.rank() == 0 { Some(recorder(config)?) } else { None };
-        if let Some(records) = &records {
+        let mut records = match comm.rank() {
+            0 => Some(recorder(config, std::mem::take(&mut self.unwritten))?),
+            _ => None,
+        };
+        if let Some(records) = &mut records {
             found.refused.iter().for_each(|refused| records.event(refused));
         }
         let rank = comm.rank();
@@ -301,7 +307,7 @@ impl Trainer {
             Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
             // What was given to the writer is written all the same, and counts for the next
             // attempt.
-            Err(Stop::Comm(_) | Stop::Device(_)) => {}
+            Err(Stop::Comm(_) | Stop::Hangs(_) | Stop::Device { .. }) => {}
             Err(_) => run.saves.cancel(),
         }
         if ended.is_err()
@@ -310,13 +316,14 @@ impl Trainer {
             run.tell_storage(News::Committed(committed))?;
         }
         run.tell_removed()?;
+        self.unwritten = run.records.take().map(Recorder::end).unwrap_or_default();
         let ended = ended.and_then(|end| Ok(run.engine.all_arrived().map(|()| end)?));
         match run.engine.leave() {
             Ok(()) => {
                 // Of a device that failed nothing is given back: that could wait for a kernel.
                 let began = Instant::now();
                 match &ended {
-                    Err(Stop::Device(_)) => std::mem::forget(run.engine),
+                    Err(Stop::Device { .. }) => std::mem::forget(run.engine),
                     _ => drop(run.engine),
                 }
                 let seconds = began.elapsed().as_secs_f64();
@@ -326,7 +333,7 @@ impl Trainer {
             // Whatever ended the attempt, its device would be waited for without an end.
             Err(error) => {
                 std::mem::forget(run.engine);
-                Err(not_left(ended, error.into()))
+                Err(not_left(ended, error))
             }
         }
     }
@@ -386,11 +393,11 @@ impl Trainer {
 }
 
 /// Rank 0's records.
-fn recorder(config: &WorkerConfig) -> Result<Recorder, Stop> {
+fn recorder(config: &WorkerConfig, unwritten: Unwritten) -> Result<Recorder, Stop> {
     let in_pod = std::env::var_os(ENV_WORKER).is_some();
     let directory = PathBuf::from(&config.checkpoint.records);
-    let mut recorder = Recorder::start(directory, config.attempt, in_pod)
-        .map_err(|error| storage_failed(&format!("no thread for records: {error}")))?;
+    let mut recorder = Recorder::start_with(unwritten, directory, config.attempt, in_pod)
+        .map_err(|error| no_thread("for records", &error))?;
     let config = config.clone();
     recorder.aside(move || {
         if let Err(error) = hf::text::keep(&config) {

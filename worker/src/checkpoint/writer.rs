@@ -348,6 +348,12 @@ impl Work {
                             pause = (2 * pause).min(self.retry * (1 << DOUBLINGS_MAX));
                             continue;
                         }
+                        if self.shared.lock().given_up >= job.step() {
+                            // Its room is needed for a newer one. The next attempt tidies what is
+                            // left here.
+                            let given_up = self.identity.staging(job.step());
+                            let _ = self.disk.remove_directory(&given_up);
+                        }
                         break;
                     }
                 }

@@ -12,6 +12,7 @@ use super::files::DataFile;
 use super::progress::Progress;
 use super::store::Width;
 use super::tokenize;
+use moejob_kernels::threads::begin;
 use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
 };
@@ -133,7 +134,7 @@ pub(crate) fn read(
             let (alive, ended) = channel::<()>();
             for _ in 0..threads {
                 let (reading, alive) = (&reading, alive.clone());
-                scope.spawn(move || {
+                begin(scope, move || {
                     reading.work();
                     drop(alive);
                 });
@@ -331,7 +332,7 @@ pub(crate) fn in_parallel<T: Sync, R: Send>(
     std::thread::scope(|scope| {
         let work = &work;
         let threads: Vec<_> =
-            all.chunks(each).map(|some| scope.spawn(move || work(some))).collect();
+            all.chunks(each).map(|some| begin(scope, move || work(some))).collect();
         let mut made = Vec::with_capacity(all.len());
         for thread in threads {
             // A panic goes on here.

@@ -10,8 +10,9 @@ use super::tokenizer::Encoder;
 use super::{DataError, line};
 use std::io::Read;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::Builder;
 
 /// Chunks that wait at each thread.
 const WAITING: usize = 2;
@@ -66,18 +67,31 @@ pub(crate) fn tokenize(
             let (input, chunks) = sync_channel(WAITING);
             let (made, output) = sync_channel(WAITING);
             let recipe = recipe.clone();
-            scope.spawn(move || work(files, &recipe, &chunks, &made));
+            let work = move || work(files, &recipe, &chunks, &made);
+            // With fewer threads it takes longer.
+            if Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
             inputs.push(input);
             outputs.push(output);
         }
-        scope.spawn(move || {
-            for (chunk, input) in reader.zip(inputs.iter().cycle()) {
+        let reader = Arc::new(Mutex::new(reader));
+        let theirs = Arc::clone(&reader);
+        let read = move || {
+            let mut reader = theirs.lock().unwrap_or_else(PoisonError::into_inner);
+            for (chunk, input) in reader.by_ref().zip(inputs.iter().cycle()) {
                 if input.send(chunk).is_err() {
                     break;
                 }
             }
-        });
-        collect(outputs, sink)
+        };
+        if !outputs.is_empty() && Builder::new().spawn_scoped(scope, read).is_ok() {
+            return collect(outputs, sink);
+        }
+        // A thread that did not begin has read nothing.
+        drop(outputs);
+        let mut reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
+        reader.by_ref().try_for_each(|chunk| sink(encoded(chunk, files, recipe)?))
     })
 }
 
@@ -100,11 +114,18 @@ fn work(
     made: &SyncSender<Result<Tokens, DataError>>,
 ) {
     while let Ok(chunk) = chunks.recv() {
-        let tokens = chunk.and_then(|chunk| encode(&chunk, &files[chunk.file].path, recipe));
-        if made.send(tokens).is_err() {
+        if made.send(encoded(chunk, files, recipe)).is_err() {
             break;
         }
     }
+}
+
+fn encoded(
+    chunk: Result<Chunk, DataError>,
+    files: &[DataFile],
+    recipe: &Recipe,
+) -> Result<Tokens, DataError> {
+    chunk.and_then(|chunk| encode(&chunk, &files[chunk.file].path, recipe))
 }
 
 /// The tokens of one chunk.

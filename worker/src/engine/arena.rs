@@ -5,6 +5,7 @@
 //! case where that fits. Else it has memory for `routedHeadroom` times the rows of even routing,
 //! and more when a step has found too little ([`Growing`]).
 
+use crate::engine::machine::device_error;
 use crate::engine::model::Model;
 use crate::engine::portion::part;
 use crate::engine::step::{Engine, StepError};
@@ -113,7 +114,7 @@ impl Engine {
         if let Some(growing) = growing {
             let rows = group.room().rows;
             let grown = device.commit(&growing.pieces(shape, rows));
-            grown.map_err(|error| StepError::Device(chain(&error)))?;
+            grown.map_err(|error| device_error(error.of_gpu(), chain(&error), 1))?;
             tracing::info!("routed rows found no memory; there is some for {rows} a layer now");
         }
         Ok(true)

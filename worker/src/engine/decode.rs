@@ -13,7 +13,7 @@ use crate::engine::links::Links;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
-use crate::state::rank::{DeviceFailed, RankState};
+use crate::state::rank::{DeviceError, RankState};
 use moejob_kernels::{CachedAttention, Device, Gate, KernelError, Layout as Order, Matmul};
 use moejob_protocol::buffers::LayerCache;
 use moejob_protocol::config::Precision;
@@ -40,7 +40,7 @@ pub enum DecodeError {
     #[error("the device cannot be made")]
     Device(#[from] KernelError),
     #[error(transparent)]
-    Failed(#[from] DeviceFailed),
+    Failed(#[from] DeviceError),
     #[error("there is room for {capacity} tokens, and {wanted} are wanted")]
     Full { capacity: usize, wanted: usize },
     #[error("the token {id} is none of the model's {vocabulary}")]

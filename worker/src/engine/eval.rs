@@ -4,11 +4,11 @@ use crate::checkpoint::Refusal;
 use crate::data::{Batch, Corpus, DataError};
 use crate::engine::forward::Pass;
 use crate::engine::links::Links;
+use crate::engine::machine::check;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
-use crate::failure::chain;
-use crate::state::rank::{DeviceFailed, RankState};
+use crate::state::rank::{DeviceError, RankState};
 use moejob_kernels::{Device, KernelError};
 use moejob_protocol::config::{
     AdamW, Backend, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
@@ -64,7 +64,7 @@ pub enum EvalError {
     #[error("the device cannot be made")]
     Device(#[from] KernelError),
     #[error(transparent)]
-    Failed(#[from] DeviceFailed),
+    Failed(#[from] DeviceError),
     #[error("the loss of sequence {sequence} is not finite")]
     NotFinite { sequence: u64 },
     /// By name: what of the model or of the numbers the device does not have.
@@ -212,7 +212,7 @@ pub fn measure(
         pass.forward();
         pass.loss(None);
         let loss = model.read_loss();
-        model.device.check().map_err(|error| DeviceFailed(chain(error)))?;
+        check(&model.device, 1)?;
         if !loss.is_finite() {
             return Err(EvalError::NotFinite { sequence: done });
         }

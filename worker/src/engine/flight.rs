@@ -12,12 +12,12 @@
 use crate::data::Batches;
 use crate::engine::links::Sent;
 use crate::engine::looks::Look;
+use crate::engine::machine::check;
 use crate::engine::model::Model;
 use crate::engine::numbers::StepSummary;
 use crate::engine::patience::OTHERWISE;
 use crate::engine::step::{Engine, StepError};
-use crate::failure::chain;
-use crate::gang::comm::CommError;
+use crate::state::rank::DeviceError;
 use moejob_kernels::cuda::Event;
 use moejob_kernels::{LossScale, LossScaling, PhaseEnds, Posted};
 use std::collections::VecDeque;
@@ -231,18 +231,9 @@ impl Engine {
     fn land(&mut self, flight: Flight) -> Result<StepSummary, StepError> {
         let Engine { model, links, training, flights, phases, paces, graphs, looks, .. } = self;
         let numbers = model.device.fetch(flight.numbers);
-        // What was read before a failure says nothing. A wait that was given up is the peers'
-        // fault.
+        // What was read before a failure says nothing. What the gang says of a failure says more.
         links.check()?;
-        match (model.device.check(), model.device.gave_up()) {
-            (Ok(()), _) => {}
-            // Whoever hangs will not get free at the end of the attempt.
-            (Err(_), Some(why)) if links.world() > 1 => {
-                let reason = format!("rank {} or one that it waits for hangs: {why}", model.rank);
-                return Err(StepError::Comm(CommError::Aborted { reason }));
-            }
-            (Err(error), _) => return Err(StepError::Device(chain(error))),
-        }
+        check(&model.device, links.world())?;
         if graphs.is_looking()
             && flight.plain
             && let Some(decided) = flight.phases.first_round().and_then(|pace| graphs.saw(pace))
@@ -259,11 +250,11 @@ impl Engine {
         flights.updates += u64::from(!summary.skipped);
         match summary.updates {
             found if found == flights.updates => Ok(summary),
-            found => Err(StepError::Device(format!(
+            found => Err(StepError::Device(DeviceError::Failed(format!(
                 "it counts {found} updates of this attempt behind step {}, where there were {}",
                 flight.step + 1,
                 flights.updates
-            ))),
+            )))),
         }
     }
 

@@ -8,9 +8,9 @@
 //! Where memory is not pinned, and on processors, a shard is copied at once: all threads of a
 //! processor compute, and one that copies beside them only takes its time from them.
 
+use crate::engine::machine::check;
 use crate::engine::model::Model;
-use crate::failure::chain;
-use crate::state::rank::DeviceFailed;
+use crate::state::rank::DeviceError;
 use crate::state::slot::Filling;
 use crate::state::snapshot::{begin_cut_into, cut_into};
 use moejob_kernels::{Buffer, Device, StepPhase};
@@ -24,7 +24,7 @@ pub(crate) struct Lane {
     /// On processors: a shard is copied when the next update would change it.
     late: bool,
     /// There: how the copying went, once it was done.
-    copied: Option<Result<(), DeviceFailed>>,
+    copied: Option<Result<(), DeviceError>>,
 }
 
 impl Model {
@@ -106,13 +106,13 @@ impl Model {
     ///
     /// # Errors
     /// The device failed: the bytes say nothing.
-    pub fn end_cut(&mut self) -> Result<Option<(Filling, f64)>, DeviceFailed> {
+    pub fn end_cut(&mut self) -> Result<Option<(Filling, f64)>, DeviceError> {
         if self.lane.late && self.lane.copied.is_none() {
             self.copy_late();
         }
         let seconds = self.device.as_cuda_mut().map_or(0.0, |cuda| cuda.lane_settle());
         let Some(slot) = self.lane.leaving.take() else { return Ok(None) };
-        self.device.check().map_err(|error| DeviceFailed(chain(error)))?;
+        check(&self.device, self.layout.mesh.world())?;
         self.lane.copied.take().unwrap_or(Ok(()))?;
         Ok(Some((slot, seconds)))
     }

@@ -14,7 +14,8 @@ use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError};
-use moejob_kernels::cuda::Fault;
+use crate::state::rank::{DeviceError, RankState};
+use moejob_kernels::cuda::{CudaError, Fault};
 use moejob_kernels::{Device, KernelError, Pace, StepPhase};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::communication::CommunicationReport;
@@ -32,9 +33,28 @@ pub enum StepError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Nothing of the step counts; only a new process can use the device again.
-    #[error("the device failed: {0}")]
-    Device(String),
+    /// Nothing of the step counts.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Why a device does not go on that is one of `world`: what its GPU says, and all of it in words.
+/// One that waits for others is not to blame for what becomes of them.
+pub(crate) fn device_error(gpu: Option<&CudaError>, words: String, world: u32) -> DeviceError {
+    match gpu {
+        Some(CudaError::GivenUp { why }) => DeviceError::GivenUp(why.clone()),
+        Some(CudaError::Late { .. }) if world > 1 => DeviceError::Hangs(words),
+        Some(error) if error.is_room() => DeviceError::Full(words),
+        _ => DeviceError::Failed(words),
+    }
+}
+
+/// The first failure of `device` that is known of, where it is one of `world`.
+///
+/// # Errors
+/// See [`DeviceError`].
+pub(crate) fn check(device: &Device, world: u32) -> Result<(), DeviceError> {
+    device.check().map_err(|error| device_error(error.of_gpu(), chain(error), world))
 }
 
 /// Why a rank has no engine.
@@ -258,23 +278,23 @@ impl Engine {
         if self.model.device.as_cuda().is_none() || !self.links.work_beside() {
             return Ok(());
         }
-        let arrived = self.model.device.finish().map_err(|error| StepError::Device(chain(error)));
+        let arrived = self.model.finish();
         let told = self.links.comm().gather_all(&[], 0);
         // A wait that was given up is the peers' fault.
         if let Err(error) = told.and_then(|_| self.links.check()) {
             tracing::info!("a rank left early: {error}");
             return Ok(());
         }
-        arrived
+        Ok(arrived?)
     }
 
     /// The attempt is over. See [`Links::leave`].
     ///
     /// # Errors
     /// What runs on the device does not end: the process has to.
-    pub fn leave(&mut self) -> Result<(), StepError> {
+    pub fn leave(&mut self) -> Result<(), String> {
         let began = Instant::now();
-        let left = self.links.leave(&self.model.device).map_err(StepError::Device);
+        let left = self.links.leave(&self.model.device);
         tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");
         // A step may be under way that waits for nobody, and writes to memory of the host.
         if left.is_ok() && !self.is_settled() {

@@ -12,11 +12,11 @@
 
 use crate::engine::buckets::master;
 use crate::engine::handles::slice;
+use crate::engine::machine::check;
 use crate::engine::model::Model;
 use crate::engine::places::Places;
-use crate::failure::chain;
 use crate::state::copy::copy;
-use crate::state::rank::{DeviceFailed, Normal, RankState, StateTable};
+use crate::state::rank::{DeviceError, Normal, RankState, StateTable};
 use moejob_kernels::{
     Buffer, Cast, DType, Device, Fill, InitNormal, JoinMaster, LossScale, Master, SplitMaster,
 };
@@ -468,7 +468,9 @@ impl RankState for Model {
         self.scaling = self.scaling.map(|_| kept.unwrap_or(LossScale::FIRST));
     }
 
-    fn finish(&mut self) -> Result<(), DeviceFailed> {
-        self.device.finish().map_err(|error| DeviceFailed(chain(error)))
+    fn finish(&mut self) -> Result<(), DeviceError> {
+        // The first failure is kept.
+        let _ = self.device.finish();
+        check(&self.device, self.layout.mesh.world())
     }
 }

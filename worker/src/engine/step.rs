@@ -13,7 +13,7 @@ use moejob_kernels::{StepPhase, SumRows};
 pub use crate::engine::machine::{ENV_CPUS, ENV_DEVICE, Engine, OpenError, StepError};
 pub use crate::engine::numbers::StepSummary;
 
-pub(crate) use crate::engine::machine::device_of;
+pub(crate) use crate::engine::machine::{device_error, device_of};
 
 impl Engine {
     /// Enqueues one step: forward, backward, reduce, update, spread. Its numbers are on their way

@@ -6,6 +6,7 @@ use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
 use crate::engine::step::{Engine, StepError};
 use crate::gang::comm::CommError;
+use crate::state::rank::DeviceError;
 use moejob_kernels::{DType, NO_EXPERT};
 use std::collections::BTreeMap;
 
@@ -58,7 +59,7 @@ impl Engine {
             }
             if !self.grow_routed()? {
                 let reason = "routed rows found no room in the worst case's".to_string();
-                return Err(StepError::Device(reason));
+                return Err(DeviceError::Failed(reason).into());
             }
         }
     }

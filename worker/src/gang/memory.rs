@@ -4,6 +4,7 @@
 //! Who may touch which bytes is decided by words beside them: a pipe's two positions, a slot's
 //! state. This module only promises that every access lies within memory that is really there.
 
+use moejob_kernels::threads::begin;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{
@@ -163,7 +164,7 @@ impl Mapping {
             }?;
         };
         std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let others: Vec<_> = (1..threads).map(|_| begin(scope, work)).collect();
             let first = work();
             let all = others.into_iter().map(|other| other.join().expect("no panic"));
             all.fold(first, |before, this| before.and(this))

@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 /// Things that have happened and wait for the session; whoever brings more waits.
 const HAPPENED_MAX: usize = 64;
@@ -52,6 +52,8 @@ const HAPPENED_MAX: usize = 64;
 const ENGINES_END_MS_MAX: u64 = 10_000;
 /// For the last report to reach the leader.
 const REPORT_MS_MAX: u64 = 500;
+/// Before the leader hears that there is no engine: it tries again at once.
+const NO_ENGINE_MS: u64 = 1_000;
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error("cannot read the bootstrap line")]
@@ -244,17 +246,18 @@ impl Shell {
                 if outcome.exit {
                     return Some(1);
                 }
-                events.extend(outcome.tell.into_iter().map(Event::Trainer));
-                if let Some((attempt, end)) = outcome.ended {
-                    events.push_back(Event::AttemptEnded { attempt, end });
-                }
+                events.extend(outcome.events());
             }
             Happened::Measured(answer) => events.push_back(Event::Measured(answer)),
             Happened::Paired(answer) => events.push_back(Event::Paired(answer)),
             Happened::Signal => events.push_back(Event::Signal),
             Happened::OwnerGone => events.push_back(Event::OwnerGone),
             Happened::Tick => {
-                events.extend(self.engines.tick().into_iter().map(Event::Trainer));
+                let outcome = self.engines.tick();
+                if outcome.exit {
+                    return Some(1);
+                }
+                events.extend(outcome.events());
                 events.push_back(Event::Tick);
             }
         }
@@ -319,7 +322,7 @@ impl Shell {
                 if let Some(seconds) = self.patience.take() {
                     self.engines.be_patient(seconds);
                 }
-                return Outcome::Events(outcome.tell.into_iter().map(Event::Trainer).collect());
+                return Outcome::Events(outcome.events().collect());
             }
             Effect::Abort { reason } => self.engines.abort(&reason),
             Effect::Request(request) if self.joining.is_some() || self.joined.is_some() => {
@@ -418,7 +421,14 @@ impl Shell {
             return failed("the rank is another worker's");
         }
         if let Err(error) = self.engines.prepare(&config) {
-            return failed(&format!("no engine: {error}"));
+            // The leader tries again at once; what is missing comes back later.
+            let (say, joining) = oneshot::channel();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(NO_ENGINE_MS)).await;
+                let _ = say.send(Err(JoinError::Engine(error)));
+            });
+            (self.joining, self.config) = (Some(joining), Some(config));
+            return Outcome::Done;
         }
         let (ranks, members) = (config.ranks.max(1), config.members.clone());
         let strands = wanted_by(&config, self.processors);
@@ -451,7 +461,7 @@ impl Shell {
             Err(error) => {
                 let rank = match error {
                     JoinError::Unreached { rank, .. } | JoinError::Absent { rank } => Some(rank),
-                    JoinError::Left | JoinError::Memory(_) => None,
+                    JoinError::Left | JoinError::Memory(_) | JoinError::Engine(_) => None,
                 };
                 Event::JoinFailed { attempt, rank, why: chain(&error) }
             }

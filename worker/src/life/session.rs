@@ -445,7 +445,7 @@ impl Session {
             }
             AttemptEnd::Failed(failure) => return self.fail(failure, out),
             // Of an engine that is a thread of this process.
-            AttemptEnd::DeviceFailed { message } => {
+            AttemptEnd::DeviceFailed { message, .. } => {
                 let advice = "look for Xid and ECC errors in the kernel's log; `moejob doctor` \
                               tells the rest";
                 return self.fail(Failure::new(1, message, advice), out);

@@ -3,6 +3,8 @@
 //! One thread reaches a fraction of what memory gives, and less where pages are touched for the
 //! first time: each of them costs the kernel more than its bytes cost the thread.
 
+use moejob_kernels::threads::begin;
+
 /// Bytes from which on a further thread is worth its start, some 30 microseconds.
 const PER_THREAD: usize = 4 << 20;
 /// More threads than this gain nothing on one socket.
@@ -20,7 +22,7 @@ pub fn copy(from: &[u8], into: &mut [u8]) {
         let mut parts = from.chunks(chunk).zip(into.chunks_mut(chunk));
         let first = parts.next();
         for (from, into) in parts {
-            scope.spawn(move || into.copy_from_slice(from));
+            begin(scope, move || into.copy_from_slice(from));
         }
         if let Some((from, into)) = first {
             into.copy_from_slice(from);

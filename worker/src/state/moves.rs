@@ -13,6 +13,7 @@
 
 use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::{RankState, StateTable, intersect};
+use moejob_kernels::threads::begin;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::ShardSource;
 use moejob_protocol::layout::Layout;
@@ -224,12 +225,12 @@ pub fn scatter<B: Deref<Target = [u8]> + Send + Sync>(
         }
         // What came is put into its place, and what goes next is fetched, while others travel.
         std::thread::scope(|scope| {
-            let moved = scope.spawn(|| {
+            let moved = begin(scope, || {
                 let moved = exchange_all(comm, &messages, &mut came);
                 moved.map(|()| messages)
             });
             let used = std::mem::take(&mut spare);
-            let fetched = scope.spawn(|| next.map(|next| load(next, &shards, used)));
+            let fetched = begin(scope, || next.map(|next| load(next, &shards, used)));
             write(state, before_this, &mut spare);
             loaded = fetched.join().expect("copying does not panic");
             let sent = moved.join().expect("an exchange does not panic")?;

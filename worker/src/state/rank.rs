@@ -51,8 +51,20 @@ pub fn intersect(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
 
 /// The device does not have what was asked of it: bytes that were read before this say nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the device failed: {0}")]
-pub struct DeviceFailed(pub String);
+pub enum DeviceError {
+    /// Only a new process can use it again.
+    #[error("the device failed: {0}")]
+    Failed(String),
+    /// Its memory is full, and others may have it.
+    #[error("the device has no room: {0}")]
+    Full(String),
+    /// Its work may be right and waits for another rank, which was lost.
+    #[error("{0}")]
+    GivenUp(String),
+    /// It hangs, or a rank that it waits for does.
+    #[error("this rank or one that it waits for hangs: {0}")]
+    Hangs(String),
+}
 
 /// The state of one rank. A device may put work off and may fail at any of it, so nothing that was
 /// read or written counts before [`RankState::finish`].
@@ -98,7 +110,7 @@ pub trait RankState {
     ///
     /// # Errors
     /// The first failure of the device since it was made.
-    fn finish(&mut self) -> Result<(), DeviceFailed>;
+    fn finish(&mut self) -> Result<(), DeviceError>;
 }
 
 /// Initial values of one parameter.

@@ -17,6 +17,7 @@ use crate::gang::memory::Mapping;
 use crate::state::copy::threads_for;
 use crate::state::farewell::{Farewell, Tell};
 use moejob_kernels::cuda::{CudaError, Gpu, Registered};
+use moejob_kernels::threads::begin;
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::fstat;
@@ -348,7 +349,7 @@ fn checksum(
     }
     std::thread::scope(|scope| {
         let first = parts.next().unwrap_or_default();
-        let others: Vec<_> = parts.map(|own| scope.spawn(move || hashed(own))).collect();
+        let others: Vec<_> = parts.map(|own| begin(scope, move || hashed(own))).collect();
         let mut all = hashed(first);
         for other in others {
             all.extend(other.join().expect("hashing does not panic"));

@@ -7,11 +7,12 @@
 
 use crate::gang::comm::{Comm, CommError, Ferry};
 use crate::state::rank::{
-    DeviceFailed, Normal, RankState, StateTable, hash_of_name, name_hash,
+    DeviceError, Normal, RankState, StateTable, hash_of_name, name_hash,
 };
 use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
 use moejob_kernels::Strided;
+use moejob_kernels::threads::{Work, begin};
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
@@ -20,7 +21,6 @@ use moejob_protocol::slices::Cut;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::ScopedJoinHandle;
 
 /// One run of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,7 +130,7 @@ pub fn shard_bytes(table: &StateTable, rank: u32) -> usize {
 ///
 /// # Errors
 /// The device failed: the bytes say nothing.
-pub fn cut(state: &mut impl RankState, bytes: &mut Vec<u8>) -> Result<(), DeviceFailed> {
+pub fn cut(state: &mut impl RankState, bytes: &mut Vec<u8>) -> Result<(), DeviceError> {
     let table = state.table();
     let len = shard_bytes(&table, table.rank);
     bytes.resize(len, 0);
@@ -141,7 +141,7 @@ pub fn cut(state: &mut impl RankState, bytes: &mut Vec<u8>) -> Result<(), Device
 ///
 /// # Errors
 /// The device failed: the bytes say nothing.
-pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), DeviceFailed> {
+pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), DeviceError> {
     begin_cut_into(state, bytes);
     state.finish()
 }
@@ -154,7 +154,7 @@ pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), Devi
 pub fn cut_into_slot(
     state: &mut impl RankState,
     filling: &mut Filling,
-) -> Result<(), DeviceFailed> {
+) -> Result<(), DeviceError> {
     let (bytes, slot) = filling.windows();
     let Some((window, slot)) = slot else { return cut_into(state, bytes) };
     let slot = &slot;
@@ -177,12 +177,12 @@ pub fn cut_into_slot(
         }
         while let Some((of, pieces)) = windows.pop_front() {
             let next = windows.front().map(|(next, _)| next.clone());
-            let coming = next.map(|next| scope.spawn(move || slot.map(next)));
+            let coming = next.map(|next| begin(scope, move || slot.map(next)));
             state.read_all(pieces);
             // Mapping does not panic.
-            coming.map(ScopedJoinHandle::join);
+            coming.map(Work::join);
             // The page that two windows share comes back when it is touched.
-            scope.spawn(move || slot.unmap(of));
+            begin(scope, move || slot.unmap(of));
         }
     });
     state.finish()
@@ -223,7 +223,7 @@ pub enum SnapshotError {
     #[error("no memory for a snapshot")]
     Memory(#[from] std::io::Error),
     #[error(transparent)]
-    Device(#[from] DeviceFailed),
+    Device(#[from] DeviceError),
 }
 
 /// The slots of a snapshot that is being taken.

@@ -44,8 +44,11 @@ impl<'o> Planner<'o> {
             };
             return Health::Broken { unplanned: false, cause };
         }
-        // The first of the worst.
-        let worst = (standings.iter()).rev().max_by_key(|(_, standing)| weight(standing));
+        // Of the worst the one that was lost first, as far as that is known.
+        let first = self.observed.record.first_lost.as_deref();
+        let worst = standings.iter().rev().max_by_key(|(member, standing)| {
+            (weight(standing), Some(member.worker.as_str()) == first)
+        });
         let (unplanned, what) = match worst.map(|(_, standing)| standing) {
             None | Some(Standing::In) if gang.broken.is_none() => return self.progress(gang),
             Some(Standing::Stopped) if gang.broken.is_none() => return self.stopping(gang),

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 /// Frames of all workers of a job that wait for the end of a batch. A gang of 512 tells some
 /// thousand things when it breaks.
 pub const FRAMES_WAITING_MAX: usize = 8_192;
-/// After a write that failed, doubled with each failure up to the second.
+/// After a write that failed, doubled with each failure; in a cluster up to the second.
 const RETRY_FIRST: Millis = 500;
 pub(super) const RETRY_MAX: Millis = 60_000;
 
@@ -64,10 +64,11 @@ impl Outbox {
         (self.failures, self.retry_at, self.failure) = (0, 0, None);
     }
 
-    pub fn failed(&mut self, now: Millis) {
+    /// The plan is made anew after a pause, `most` at most.
+    pub fn failed(&mut self, now: Millis, most: Millis) {
         self.queue.clear();
         self.failures += 1;
-        self.retry_at = now + doubled(RETRY_FIRST, self.failures, RETRY_MAX);
+        self.retry_at = now + doubled(RETRY_FIRST, self.failures, most);
     }
 
     /// Remembers why; whether that is news.

@@ -3,6 +3,7 @@
 //! The loop is one for both. What differs is a value that it reads, never another path through it.
 
 use super::Operator;
+use super::outbox::RETRY_MAX;
 use crate::launch::{self, Places};
 use crate::observed::Millis;
 use crate::pods;
@@ -42,12 +43,19 @@ pub(super) struct Patience {
     pub rest: Millis,
     /// ... up to this. Pods of others may take the node of a cluster meanwhile.
     pub rest_max: Millis,
+    /// The longest pause before a write that failed is tried again.
+    pub retry_max: Millis,
 }
 
-const OF_CLUSTERS: Patience =
-    Patience { kill_grace_s: 1, ending: 5_000, rest: 5_000, rest_max: 600_000 };
+const OF_CLUSTERS: Patience = Patience {
+    kill_grace_s: 1,
+    ending: 5_000,
+    rest: 5_000,
+    rest_max: 600_000,
+    retry_max: RETRY_MAX,
+};
 const OF_MACHINES: Patience =
-    Patience { kill_grace_s: 0, ending: 0, rest: 200, rest_max: 10_000 };
+    Patience { kill_grace_s: 0, ending: 0, rest: 200, rest_max: 10_000, retry_max: 4_000 };
 
 impl Place {
     /// There is an API server: with strangers, others who read the status, and a way to it.

@@ -586,10 +586,13 @@ impl JobLoop {
         }
     }
 
-    /// A worker that is given up before it was reached speaks against its node.
+    /// A worker that did not come up in time speaks against its node. One that is ended earlier is
+    /// not needed any more, which is none of its node's doing.
     pub(super) fn gave_up(&mut self, pod: &WorkerPod, now: Millis) {
-        let Some(worker) = self.tracker.observed.worker(&pod.name) else { return };
-        if matches!(worker.state, WorkerState::Starting { .. }) {
+        let observed = &self.tracker.observed;
+        let Some(worker) = observed.worker(&pod.name) else { return };
+        let limit = observed.wanted.gang_timeout;
+        if matches!(worker.state, WorkerState::Starting { since } if now >= since + limit) {
             let node = worker.node.clone();
             let refused = self.pods.known.get(&pod.name).and_then(|of| of.refused.clone());
             let mounts = pod.mounting.then(|| unmounted(&pod.name));

@@ -77,9 +77,14 @@ impl JobLoop {
 mod tests {
     use super::*;
 
+    fn patience() -> Patience {
+        let (rest, rest_max) = (5_000, 600_000);
+        Patience { kill_grace_s: 0, ending: 0, rest, rest_max, retry_max: 0 }
+    }
+
     #[test]
     fn a_node_rests_longer_with_each_failure_until_they_are_forgotten() {
-        let patience = Patience { kill_grace_s: 0, ending: 0, rest: 5_000, rest_max: 600_000 };
+        let patience = patience();
         let mut rests = Rests::default();
         for wait in [5_000, 10_000, 20_000, 40_000, 80_000, 160_000, 320_000, 600_000, 600_000] {
             assert_eq!(rests.failed("n0", &patience, 7), 7 + wait);
@@ -100,7 +105,7 @@ mod tests {
 
     #[test]
     fn of_so_many_nodes_the_one_is_forgotten_that_would_be_next() {
-        let patience = Patience { kill_grace_s: 0, ending: 0, rest: 5_000, rest_max: 600_000 };
+        let patience = patience();
         let mut rests = Rests::default();
         for at in 0..RESTS_MAX as u64 {
             rests.failed(&format!("n{at}"), &patience, 1_000 + at);

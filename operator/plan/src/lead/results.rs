@@ -46,7 +46,7 @@ impl JobLoop {
             return;
         }
         match failed {
-            true => self.outbox.failed(now),
+            true => self.outbox.failed(now, self.place.patience().retry_max),
             false => self.outbox.succeeded(),
         }
         match refused {

@@ -250,7 +250,9 @@ impl JobLoop {
                 }
                 Happening::EngineLost(loss) => {
                     let (rank, place) = (loss.rank, loss.place());
-                    let note = format!("the engine of rank {rank} on {place}: {}", loss.cause);
+                    let follows = if loss.victim { ", behind another loss" } else { "" };
+                    let cause = &loss.cause;
+                    let note = format!("the engine of rank {rank} on {place}{follows}: {cause}");
                     self.event(true, "EngineLost", note, now);
                 }
                 Happening::Measured { node, grade, text } => {

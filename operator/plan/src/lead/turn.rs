@@ -271,7 +271,7 @@ impl JobLoop {
                  ask for fewer nodes, or for such with shorter names"
             );
             self.failed("RecordTooLong", &WriteError { kind, message }, now);
-            return self.outbox.failed(now);
+            return self.outbox.failed(now, self.place.patience().retry_max);
         }
         let write = self.report.write(&self.id, status, now);
         let writes = vec![(Origin::Recorded(Box::new(action)), write)];

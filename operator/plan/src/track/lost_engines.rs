@@ -1,4 +1,7 @@
 //! Engines that were lost, and devices that gave them up.
+//!
+//! A lost rank takes others along: they leave their devices while kernels wait for it, and not all
+//! of them can. So an attempt has one culprit, the first that was lost, and all others are victims.
 
 use super::{DEVICE_FAILURES_KEPT, Happening, Tracker};
 use crate::repeat::gives_up_itself;
@@ -10,8 +13,9 @@ impl Tracker {
         let Some(node) = self.observed.worker(name).map(|worker| worker.node.clone()) else {
             return Vec::new();
         };
-        let gang = self.observed.gang();
-        let Some(loss) = self.engines.heard((name, &node), gang, event, now).cloned() else {
+        let is_first = self.observed.record.first_lost.is_none();
+        let gang = (self.observed.gang(), is_first);
+        let Some(loss) = self.engines.heard((name, &node), gang, event, now) else {
             return Vec::new();
         };
         if loss.by_device {
@@ -20,9 +24,19 @@ impl Tracker {
             failures.push(DeviceFailure { node, device, name, words, at: now });
             keep_newest(failures, DEVICE_FAILURES_KEPT);
         }
-        if gives_up_itself(&loss.cause) {
-            self.present.engine_end.get_or_insert_with(|| loss.cause.clone());
+        if !loss.victim {
+            self.note_first(name);
+            if gives_up_itself(&loss.cause) {
+                self.present.engine_end.get_or_insert_with(|| loss.cause.clone());
+            }
         }
         vec![Happening::EngineLost(loss)]
+    }
+
+    /// A member of the present gang was lost, or an engine of it: the first one is why.
+    pub(super) fn note_first(&mut self, name: &str) {
+        if self.observed.gang().is_some_and(|gang| gang.has(name)) {
+            self.observed.record.first_lost.get_or_insert_with(|| name.to_string());
+        }
     }
 }

@@ -58,6 +58,7 @@ fn full() -> Saved {
         start_failure: "job-4 ended".into(),
         partings: vec![("node-0".into(), "node-1".into(), 2)],
         device_failures: Vec::new(),
+        first_lost: None,
         repeat: Default::default(),
     };
     let recovery = Recovery {

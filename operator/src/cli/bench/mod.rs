@@ -19,7 +19,7 @@ use moe_worker::engine::graphs::Captures;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
-use moe_worker::state::rank::{DeviceFailed, RankState};
+use moe_worker::state::rank::{DeviceError, RankState};
 use moe_worker::state::snapshot::initialize;
 use moejob_fabric::overlap;
 use moejob_kernels::{Pace, StepPhase};
@@ -208,11 +208,17 @@ fn ranks_of(
     let ends: Vec<Result<Trained, Refused>> = std::thread::scope(|scope| {
         let rank = |(rank, comm): (u32, Comm)| {
             let config = WorkerConfig { rank: Some(rank), ..config.clone() };
-            scope.spawn(move || train(args, job, &config, comm, steps))
+            let train = move || train(args, job, &config, comm, steps);
+            std::thread::Builder::new().spawn_scoped(scope, train)
         };
         let threads: Vec<_> = (0..ranks).zip(comms).map(rank).collect();
         let bug = |_| Err(Refused(1, "a bug: a rank panicked, as told above".to_string()));
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(bug)).collect()
+        // The others end, since a rank without a thread has left their group.
+        let none = |error| Err(Refused(1, format!("there is no thread for a rank: {error}")));
+        let ended = threads.into_iter().map(|thread| {
+            thread.map_or_else(none, |thread| thread.join().unwrap_or_else(bug))
+        });
+        ended.collect()
     });
     ends.into_iter().collect()
 }
@@ -247,7 +253,7 @@ fn train(
         complain(&error);
         Refused(1, "the device cannot be made".to_string())
     })?;
-    let failed = |error: DeviceFailed| Refused(1, error.to_string());
+    let failed = |error: DeviceError| Refused(1, error.to_string());
     initialize(&mut engine.model, config.training.seed);
     let mut batches = match args.routing {
         Routing::Natural => Synthetic::natural(&job.model, &config.training),
@@ -320,8 +326,8 @@ fn train(
         Some(told) => told.name,
         None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
     };
-    let left = engine.all_arrived().and_then(|()| engine.leave());
-    left.map_err(|error| Refused(1, error.to_string()))?;
+    let left = engine.all_arrived().map_err(|error| error.to_string());
+    left.and_then(|()| engine.leave()).map_err(|error| Refused(1, error))?;
     let loss = last.loss;
     Ok(Trained {
         device,

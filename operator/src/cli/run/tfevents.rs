@@ -24,6 +24,8 @@ const MASK: u32 = 0xa282_ead8;
 #[derive(Debug)]
 pub struct TfEvents {
     file: File,
+    /// Of whole records.
+    bytes: u64,
     /// The newest step that it has.
     last: Option<u64>,
 }
@@ -36,15 +38,17 @@ impl TfEvents {
     pub fn create(folder: &Path) -> io::Result<TfEvents> {
         let now = now();
         let name = format!("events.out.tfevents.{:010}.moejob.{}", now as u64, std::process::id());
-        let mut file = File::create_new(folder.join(name))?;
-        file.write_all(&record(&version(now)))?;
-        Ok(TfEvents { file, last: None })
+        let path = folder.join(name);
+        let mut file = File::options().append(true).create_new(true).open(path)?;
+        let first = record(&version(now));
+        file.write_all(&first)?;
+        Ok(TfEvents { file, bytes: first.len() as u64, last: None })
     }
 
     /// A step is done. One that is done again replaces what follows it, as readers understand it.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// It cannot be written; nothing of it is left, and the next step may be.
     pub fn step(&mut self, report: &StepReport) -> io::Result<()> {
         let now = now();
         let mut bytes = Vec::new();
@@ -54,7 +58,12 @@ impl TfEvents {
         self.last = Some(report.step);
         bytes.extend(record(&scalars(now, report.step, &values(report))));
         // A step at a time, and at once: a reader that follows sees whole records.
-        self.file.write_all(&bytes)
+        if let Err(error) = self.file.write_all(&bytes) {
+            self.file.set_len(self.bytes)?;
+            return Err(error);
+        }
+        self.bytes += bytes.len() as u64;
+        Ok(())
     }
 }
 

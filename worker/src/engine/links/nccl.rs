@@ -67,6 +67,15 @@ impl NoLinks {
             NoLinks::Comm(_) | NoLinks::Elsewhere { .. } => false,
         }
     }
+
+    /// It was this GPU, or NCCL on it, that refused. Memory may be others', and so are threads.
+    pub fn is_own(&self) -> bool {
+        match self {
+            NoLinks::Device { source, .. } => !source.is_room(),
+            NoLinks::Nccl { source, .. } => source.is_own(),
+            NoLinks::Thread { .. } | NoLinks::Comm(_) | NoLinks::Elsewhere { .. } => false,
+        }
+    }
 }
 
 /// Where a verb is enqueued.

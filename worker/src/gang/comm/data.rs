@@ -65,6 +65,8 @@ pub enum JoinError {
     Left,
     #[error("no memory for the ranks of this worker")]
     Memory(#[source] io::Error),
+    #[error("an engine cannot be started")]
+    Engine(#[source] io::Error),
 }
 
 /// Handle of the data thread. Dropping it without `stop` ends the thread at once.

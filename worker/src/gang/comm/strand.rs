@@ -21,7 +21,9 @@ use std::borrow::Cow;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::{Backend, Precision};
-use std::thread::ScopedJoinHandle;
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Duration;
 
 /// Between two ranks, in each direction.
@@ -164,6 +166,16 @@ impl Strands {
         for (peer, _, strands) in &coming {
             self.over(&self.with[*peer as usize].1, *peer, *strands)?;
         }
+        // Those that have a thread end where another one got none.
+        let refused = Mutex::new(None);
+        let check: Check = &|| match lock(&refused).clone() {
+            Some(refused) => Err(refused),
+            None => check(),
+        };
+        let no_thread = |error: io::Error| {
+            let reason = format!("there is no thread for a strand: {error}");
+            lock(&refused).insert(CommError::Aborted { reason }).clone()
+        };
         std::thread::scope(|scope| {
             let (mut sent, mut received) = (Vec::new(), Vec::new());
             for (peer, bytes, strands) in going {
@@ -173,7 +185,9 @@ impl Strands {
                     let length = bytes.len() as u64;
                     let header = Header { attempt, number, source: rank, kind, length };
                     let out = Outbound::new(*peer, header, Cow::Borrowed(bytes));
-                    sent.push(scope.spawn(move || strand.send(out, check)));
+                    let send = move || strand.send(out, check);
+                    let thread = Builder::new().spawn_scoped(scope, send);
+                    sent.push(thread.map_err(no_thread)?);
                 }
             }
             for (peer, into, strands) in coming {
@@ -184,7 +198,8 @@ impl Strands {
                     let expected = Expected { attempt, number, source: peer, kind };
                     let receive = Receive::new(peer, Target::Exact(into));
                     let received = move || strand.receive(receive, &expected, check);
-                    parts.push(scope.spawn(received));
+                    let thread = Builder::new().spawn_scoped(scope, received);
+                    parts.push(thread.map_err(no_thread)?);
                 }
                 received.push((peer, parts));
             }
@@ -225,6 +240,10 @@ impl Strands {
 }
 
 /// Waits for all of them.
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn all(parts: Vec<ScopedJoinHandle<Result<(), CommError>>>) -> Result<(), CommError> {
     let ended = parts.into_iter().map(|part| part.join().expect("copying does not panic"));
     ended.fold(Ok(()), Result::and)

@@ -2,6 +2,7 @@
 //! be lost, starts again. Snapshots lie in the worker's memory and outlive them, and so do the
 //! scribes that write their checkpoints from there. (A thread has its scribe to itself.)
 
+mod again;
 mod bound;
 mod seats;
 pub(crate) mod child;
@@ -17,32 +18,29 @@ use super::Happened;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::checkpoint::Disk;
 use crate::checkpoint::scribe::Scribe;
-use crate::gang::comm::{Comm, Links};
+use crate::gang::comm::{Comm, CommError, Links};
 use crate::life::affinity::{Allowed, Share};
+use crate::life::session::Event;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, Resume};
-use moejob_protocol::report::{DEVICE_FAILED, Detail, EventKind};
+use moejob_protocol::report::EventKind;
+use again::Again;
 use bound::{Bound, Of, Warning};
-use ends::{lost, weight};
+use ends::{Doing, weight};
 use place::Place;
 use process::Process;
 use rustix::fd::OwnedFd;
 use shelf::Shelf;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use thread::Thread;
 use tokio::sync::mpsc;
 
 /// `process` makes an engine a process also where a node has one device, which is a processor;
 /// `thread` makes them threads where they would be processes.
 pub const ENV_ENGINE: &str = "MOEJOB_ENGINE";
-/// An engine that ends this soon after its start will likely do so again.
-const AT_ONCE: Duration = Duration::from_secs(1);
-/// Such ends in a row after which the worker gives up.
-const AT_ONCE_MAX: u32 = 5;
-
 /// A trainer, as the shell sees it. It keeps its data from one attempt to the next.
 pub trait Attempt {
     fn run_attempt(
@@ -65,8 +63,8 @@ pub(super) enum Said {
     /// It has filled or given up a slot.
     Changed,
     Ended { attempt: u32, end: AttemptEnd },
-    /// It is no more; `by_device`: its device failed.
-    Gone { how: String, last_words: String, by_device: bool },
+    /// It is no more.
+    Gone { how: String, last_words: String, doing: Doing },
 }
 
 /// Which one: its place, and its number among all that were started.
@@ -86,6 +84,14 @@ pub(super) struct Outcome {
     pub exit: bool,
 }
 
+impl Outcome {
+    /// As the session hears of it.
+    pub fn events(self) -> impl Iterator<Item = Event> {
+        let ended = self.ended.map(|(attempt, end)| Event::AttemptEnded { attempt, end });
+        self.tell.into_iter().map(Event::Trainer).chain(ended)
+    }
+}
+
 pub(super) struct Engines {
     make: Make,
     /// Workers of one machine take its devices in turn.
@@ -103,7 +109,7 @@ pub(super) struct Engines {
     uuids: Vec<String>,
     lives: u64,
     running: Option<Running>,
-    at_once: u32,
+    again: Again,
     ending: bool,
 }
 
@@ -158,6 +164,8 @@ struct Running {
     links: Links,
     node: String,
     ends: Vec<Option<AttemptEnd>>,
+    /// What this worker first heard of that ended the attempt. All that comes behind it follows.
+    first: Option<String>,
     watches: Vec<Watch>,
 }
 
@@ -211,7 +219,7 @@ impl Engines {
             uuids: Vec::new(),
             lives: 0,
             running: None,
-            at_once: 0,
+            again: Again::default(),
             ending: false,
         }
     }
@@ -282,12 +290,12 @@ impl Engines {
         let count = shape.count as usize;
         let node = config.members[shape.first as usize].node.clone();
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
-        let running = self.running.insert(Running { config, links, node, ends, watches });
+        let running = self.running.insert(Running { config, links, node, ends, first: None, watches });
         self.shelf.begin(&running.config, running.control(0));
         let mut outcome = Outcome::default();
         for (index, engine) in self.engines.iter_mut().enumerate() {
             let rank = shape.first + index as u32;
-            // One that is lost just now says so by itself.
+            // One that was lost just now is missing below.
             let Some(engine) = engine else { continue };
             let of_rank = WorkerConfig { rank: Some(rank), ..(*running.config).clone() };
             let (attempt, node) = (running.attempt(), running.node.clone());
@@ -323,6 +331,7 @@ impl Engines {
                 }
             }
         }
+        self.miss(&mut outcome);
         outcome
     }
 
@@ -349,8 +358,8 @@ impl Engines {
                 self.follow_process(name.index, &mut outcome);
                 self.ended(name.index, attempt, end, &mut outcome);
             }
-            Said::Gone { how, last_words, by_device } => {
-                self.gone(name.index, &how, &last_words, by_device, &mut outcome);
+            Said::Gone { how, last_words, doing } => {
+                self.gone(name.index, (&how, &last_words), doing, &mut outcome);
             }
         }
         outcome
@@ -375,77 +384,19 @@ impl Engines {
         let Some(running) = self.running.as_mut().filter(|of| of.attempt() == attempt) else {
             return;
         };
+        let ranks = running.links.shape().ranks();
+        // Ranks of this worker leave because one of them has: that says nothing by itself.
+        if let AttemptEnd::Aborted(error @ CommError::PeerLost { rank, .. }) = &end
+            && !ranks.contains(rank)
+        {
+            running.first.get_or_insert_with(|| error.to_string());
+        }
         running.ends[index].get_or_insert(end);
         if running.ends.iter().all(Option::is_some) {
-            let ranks = running.links.shape().ranks();
             let ends = running.ends.iter_mut().filter_map(Option::take);
             let end = ends.max_by_key(|end| weight(end, |rank| ranks.contains(&rank)));
             outcome.ended = end.map(|end| (attempt, end));
             self.running = None;
-        }
-    }
-
-    fn gone(
-        &mut self,
-        index: usize,
-        how: &str,
-        last_words: &str,
-        by_device: bool,
-        outcome: &mut Outcome,
-    ) {
-        let Some(mut engine) = self.engines[index].take() else { return };
-        if self.ending {
-            return;
-        }
-        if matches!(engine.body, Body::Thread(_)) {
-            // A trainer that panicked while it was made or dropped.
-            outcome.exit = true;
-            return;
-        }
-        let soon = engine.place.is_none() && engine.started.elapsed() < AT_ONCE;
-        self.at_once = if soon { self.at_once + 1 } else { 0 };
-        if let Some(place) = &engine.place {
-            self.memory.take_back(place.rank);
-        }
-        self.follow(outcome);
-        let (pid, uuid) = (engine.pid(), &self.uuids[index]);
-        outcome.tell.extend(engine.begin(uuid));
-        let why = match &engine.place {
-            Some(place) => {
-                let why = format!("the engine of {} is lost: {how}", place.in_words(uuid, pid));
-                let words = [
-                    ("exit", Detail::Text(how.to_string())),
-                    ("lastWords", Detail::Text(last_words.to_string())),
-                ];
-                let reason = if by_device { DEVICE_FAILED } else { "Lost" };
-                let kind = EventKind::EngineLost;
-                let told = place.told((uuid, pid), kind, reason, &why, words);
-                outcome.tell.push(TrainerEvent::Event(told));
-                why
-            }
-            None => {
-                tracing::warn!(how, last_words, pid, "an engine without a rank is lost");
-                format!("an engine (pid {pid}) is lost: {how}")
-            }
-        };
-        if let Some(running) = &self.running {
-            // The others of this worker and all peers leave the attempt.
-            let rank = running.rank(index);
-            running.links.lose(rank, &why);
-            running.abort(&why);
-            let attempt = running.attempt();
-            self.ended(index, attempt, AttemptEnd::Aborted(lost(why)), outcome);
-        }
-        match self.start(index, true) {
-            Ok(engine) if self.at_once < AT_ONCE_MAX => self.engines[index] = Some(engine),
-            Ok(_) => {
-                tracing::error!(how, last_words, "engines do not start");
-                outcome.exit = true;
-            }
-            Err(error) => {
-                tracing::error!(%error, "an engine cannot be started again");
-                outcome.exit = true;
-            }
         }
     }
 }

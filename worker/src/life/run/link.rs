@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! send -> reports (bounded) -> writer -> leader
-//!  `-> newest step, once many reports wait, and where nothing else does --^
+//!  `-> newest step, where steps come fast ---^
 //! ```
-//! A job may do more steps a second than its leader reads. Then it hears of the newest ones.
+//! A job may do thousands of steps a second. Its leader hears of the newest one, so many times a
+//! second as it can read by far: what waits in sockets would be minutes old.
 
 use super::Happened;
 use crate::life::control::{FrameError, read_frame, write_frame};
@@ -16,8 +17,9 @@ use moejob_protocol::{PROTOCOL_VERSION, Up};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
 
 /// Reports that wait for the leader to read; a leader that lets so many wait is lost.
 const REPORTS_MAX: usize = 256;
@@ -25,24 +27,65 @@ const REPORTS_MAX: usize = 256;
 /// off or replaced.
 const LEADER_SILENCE_MS: u64 = 10_000;
 
-/// From so many on a step is told in place of the one before it.
-const MANY: usize = REPORTS_MAX / 2;
+/// So many steps in a row are told each, and then so many a second. The leader reads 500 frames a
+/// second of a job.
+const STEPS_AT_ONCE: f64 = 100.0;
+const STEPS_A_SECOND: f64 = 50.0;
 
 pub struct Link {
     pub number: u64,
     reports: mpsc::Sender<Frame<Up>>,
-    newest: Newest,
+    steps: Arc<Steps>,
     reader: JoinHandle<()>,
     /// Taken by `finish`.
     writer: Option<JoinHandle<()>>,
 }
 
-/// The step that is told when nothing else waits. Whoever puts a report into the queue, or takes
-/// this one because the queue is empty, holds the lock, so that the order of all stays.
-type Newest = Arc<Mutex<Option<Frame<Up>>>>;
+/// Steps that are on their way. Whoever puts a report into the queue, or takes the newest step
+/// because the queue is empty, holds the lock, so that the order of all stays.
+#[derive(Debug)]
+struct Steps {
+    state: Mutex<Allowed>,
+    /// There is a newest one.
+    came: Notify,
+}
 
-fn lock(newest: &Newest) -> MutexGuard<'_, Option<Frame<Up>>> {
-    newest.lock().unwrap_or_else(PoisonError::into_inner)
+#[derive(Debug)]
+struct Allowed {
+    /// The one that is told next, unless another comes before.
+    newest: Option<Frame<Up>>,
+    /// How many may be told now, at that time.
+    left: f64,
+    at: Instant,
+}
+
+impl Steps {
+    fn new() -> Steps {
+        let allowed = Allowed { newest: None, left: STEPS_AT_ONCE, at: Instant::now() };
+        Steps { state: Mutex::new(allowed), came: Notify::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Allowed> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Allowed {
+    /// Whether a step may be told now, which is done then.
+    fn take(&mut self) -> bool {
+        let now = Instant::now();
+        let passed = now.duration_since(self.at).as_secs_f64();
+        self.left = (self.left + passed * STEPS_A_SECOND).min(STEPS_AT_ONCE);
+        self.at = now;
+        let has = self.left >= 1.0;
+        self.left -= f64::from(u8::from(has));
+        has
+    }
+
+    /// When that is so again.
+    fn due(&self) -> Instant {
+        self.at + Duration::from_secs_f64((1.0 - self.left).max(0.0) / STEPS_A_SECOND)
+    }
 }
 
 impl Link {
@@ -53,11 +96,11 @@ impl Link {
     ) -> Link {
         let (from, to) = tokio::io::split(stream);
         let (reports, queue) = mpsc::channel(REPORTS_MAX);
-        let newest = Newest::default();
+        let steps = Arc::new(Steps::new());
         let reader = tokio::spawn(read(number, from, happened.clone()));
-        let to_leader = Writer { number, queue, newest: Arc::clone(&newest), happened };
+        let to_leader = Writer { number, queue, steps: Arc::clone(&steps), happened };
         let writer = Some(tokio::spawn(to_leader.write(to)));
-        Link { number, reports, newest, reader, writer }
+        Link { number, reports, steps, reader, writer }
     }
 
     /// # Errors
@@ -66,12 +109,14 @@ impl Link {
         // What was measured at a step is told whatever comes after it.
         let replaces = matches!(&body, Up::Step(report) if report.validation_loss.is_none());
         let frame = Frame { v: PROTOCOL_VERSION, term, attempt, body };
-        let mut newest = lock(&self.newest);
-        if replaces && self.reports.capacity() <= REPORTS_MAX - MANY && !self.reports.is_closed() {
-            *newest = Some(frame);
+        let mut steps = self.steps.lock();
+        let many = self.reports.capacity() <= REPORTS_MAX / 2;
+        if replaces && !self.reports.is_closed() && (many || !steps.take()) {
+            steps.newest = Some(frame);
+            self.steps.came.notify_one();
             return Ok(());
         }
-        let before = newest.take().filter(|_| !replaces);
+        let before = steps.newest.take().filter(|_| !replaces);
         let mut frames = before.into_iter().chain([frame]);
         frames.try_for_each(|frame| self.reports.try_send(frame)).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => format!("{REPORTS_MAX} reports wait"),
@@ -117,7 +162,7 @@ async fn read(number: u64, mut from: impl AsyncRead + Unpin, happened: mpsc::Sen
 struct Writer {
     number: u64,
     queue: mpsc::Receiver<Frame<Up>>,
-    newest: Newest,
+    steps: Arc<Steps>,
     happened: mpsc::Sender<Happened>,
 }
 
@@ -135,13 +180,29 @@ impl Writer {
 
     /// None: nothing comes any more.
     async fn next(&mut self) -> Option<Frame<Up>> {
-        let waits = {
-            let mut newest = lock(&self.newest);
-            self.queue.try_recv().ok().or_else(|| newest.take())
-        };
-        match waits {
-            Some(frame) => Some(frame),
-            None => self.queue.recv().await,
+        loop {
+            let due = {
+                let mut steps = self.steps.lock();
+                if let Ok(frame) = self.queue.try_recv() {
+                    return Some(frame);
+                }
+                let waits = steps.newest.is_some();
+                if waits && (self.queue.is_closed() || steps.take()) {
+                    return steps.newest.take();
+                }
+                waits.then(|| steps.due())
+            };
+            tokio::select! {
+                biased;
+                frame = self.queue.recv() => match frame {
+                    Some(frame) => return Some(frame),
+                    // The newest step is the last that is told.
+                    None if self.steps.lock().newest.is_some() => {}
+                    None => return None,
+                },
+                () = self.steps.came.notified(), if due.is_none() => {}
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
+            }
         }
     }
 }
@@ -165,6 +226,7 @@ mod tests {
     use super::*;
     use moejob_protocol::message::LeftReason;
     use moejob_protocol::report::StepReport;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     fn step(step: u64, validation_loss: Option<f64>) -> Up {
         Up::Step(StepReport { step, validation_loss, ..StepReport::default() })
@@ -203,6 +265,38 @@ mod tests {
         assert!(numbers.is_sorted() && numbers.len() <= REPORTS_MAX, "{numbers:?}");
         assert!(numbers.contains(&5_000) && numbers.last() == Some(&10_000), "{numbers:?}");
         assert!(numbers.starts_with(&[1, 2, 3]), "{numbers:?}");
+    }
+
+    /// Two thousand steps a second for two seconds: the leader is never far behind, and what it
+    /// hears is bounded.
+    #[tokio::test(start_paused = true)]
+    async fn steps_that_come_fast_are_told_as_they_are_and_not_each() {
+        let (ours, mut theirs) = tokio::io::duplex(1 << 16);
+        let (happened, _lost) = mpsc::channel(16);
+        let link = Link::start(1, ours, happened);
+        let done = Arc::new(AtomicU64::new(0));
+        let newest = Arc::clone(&done);
+        let reading = tokio::spawn(async move {
+            let (mut told, mut behind) = (Vec::new(), 0);
+            while let Ok(frame) = read_frame(&mut theirs, Duration::from_secs(60)).await {
+                let frame: Frame<Up> = frame;
+                if let Up::Step(report) = frame.body {
+                    behind = behind.max(newest.load(Ordering::SeqCst) - report.step);
+                    told.push(report.step);
+                }
+            }
+            (told, behind)
+        });
+        for number in 1..=4_000 {
+            done.store(number, Ordering::SeqCst);
+            link.send(1, 1, step(number, None)).expect("it is told");
+            tokio::time::sleep(Duration::from_micros(500)).await;
+        }
+        link.finish().await;
+        let (told, behind) = reading.await.expect("it ends");
+        assert!(told.is_sorted() && told.last() == Some(&4_000), "{told:?}");
+        assert!((150..400).contains(&told.len()), "{} are told", told.len());
+        assert!(behind <= 100, "{behind} steps behind");
     }
 
     /// One that hears nothing at all is lost by what is no step.

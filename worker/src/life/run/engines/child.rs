@@ -39,6 +39,9 @@ const BEAT: Duration = Duration::from_millis(100);
 const EXIT_ALONE: u8 = 75;
 /// The device failed, and works again for a new process alone. The worker starts one.
 pub(super) const EXIT_DEVICE: i32 = 70;
+/// The same, and the device is not to blame: another rank was lost before, or others have memory
+/// that it needs.
+pub(super) const EXIT_VICTIM: i32 = 71;
 
 struct Training {
     config: Box<WorkerConfig>,
@@ -105,12 +108,12 @@ fn serve(worker: &str) -> io::Result<u8> {
     while let Ok(training) = ordered.recv() {
         let attempt = training.config.attempt;
         let end = train(&mut trainer, training, &beating, &reports)?;
-        if let AttemptEnd::DeviceFailed { message } = end {
+        if let AttemptEnd::DeviceFailed { message, own } = end {
             // The last words that the worker tells of a lost engine. What the trainer holds of the
             // device is not given back: a driver that failed may never answer.
             eprintln!("{message}");
             // SAFETY: ends the process, without what else would still be called.
-            unsafe { libc::_exit(EXIT_DEVICE) };
+            unsafe { libc::_exit(if own { EXIT_DEVICE } else { EXIT_VICTIM }) };
         }
         let report = Report::Ended { attempt, end };
         reports.send((report, None)).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;

@@ -5,14 +5,14 @@
 //!                                 `-- standard error -> thread -> the worker's, and its last words
 //! ```
 
-use super::child::EXIT_DEVICE;
+use super::child::{EXIT_DEVICE, EXIT_VICTIM};
 use super::wire::{Order, Report, Wire};
-use super::{Name, Said};
+use super::{Doing, Name, Said};
 use crate::checkpoint::scribe::Scribe;
 use crate::data::{Closing, Desk};
 use crate::engine::step::ENV_DEVICE;
 use crate::gang::comm::Links;
-use crate::life::dying;
+use crate::life::dying::{self, Look};
 use crate::life::run::Happened;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
@@ -73,7 +73,7 @@ impl Process {
     ) -> io::Result<Process> {
         let (ours, theirs) = UnixStream::pair()?;
         // The link names the program that runs, whatever lies at its path by now.
-        let mut child = Command::new("/proc/self/exe")
+        let child = Command::new("/proc/self/exe")
             .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
             .arg("engine")
             .arg(std::process::id().to_string())
@@ -82,17 +82,10 @@ impl Process {
             .stdin(OwnedFd::from(theirs))
             .stderr(Stdio::piped())
             .spawn()?;
-        let pid = child.id();
+        let mut child = Reaped(child);
+        let pid = child.0.id();
         let opened = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        let opened = opened.ok_or(io::ErrorKind::NotFound)?;
-        let handle = match pidfd_open(opened, PidfdFlags::empty()) {
-            Ok(handle) => handle,
-            Err(error) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(error.into());
-            }
-        };
+        let handle = pidfd_open(opened.ok_or(io::ErrorKind::NotFound)?, PidfdFlags::empty())?;
         let (orders, ordered) = sync_channel(ORDERS_MAX);
         let wire = Wire::new(ours);
         let out = wire.try_clone()?;
@@ -100,7 +93,7 @@ impl Process {
         let thread = |what: &str| {
             std::thread::Builder::new().name(format!("{what}-{}", name.index))
         };
-        if let Some(errors) = child.stderr.take() {
+        if let Some(errors) = child.0.stderr.take() {
             let words = words.clone();
             thread("engine-err").spawn(move || pass_on(errors, &words))?;
         }
@@ -112,8 +105,12 @@ impl Process {
             give(&telling, Order::Wrote(told), Vec::new());
         }));
         memory.engine_begins(name.life);
-        let keeps = Keeps { memory, scribe };
-        thread("engine-in").spawn(move || receive(name, wire, child, &words, &keeps, &happened))?;
+        let keeps = Keeps { memory: memory.clone(), scribe };
+        let work = move || receive(name, wire, child, &words, &keeps, &happened);
+        if let Err(error) = thread("engine-in").spawn(work) {
+            memory.engine_ended(name.life);
+            return Err(error);
+        }
         Ok(Process { pid, handle, orders, desk: None })
     }
 
@@ -160,6 +157,17 @@ impl Process {
     }
 }
 
+/// A process that nobody leaves behind: where it is not waited for it is killed first.
+struct Reaped(Child);
+
+impl Drop for Reaped {
+    fn drop(&mut self) {
+        // Both do nothing to one that was waited for.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         // Whoever drops it has taken note of its end, or has no use for it.
@@ -186,17 +194,17 @@ struct Keeps {
 fn receive(
     name: Name,
     mut wire: Wire,
-    mut child: Child,
+    mut child: Reaped,
     words: &Words,
     keeps: &Keeps,
     happened: &mpsc::Sender<Happened>,
 ) {
     let said = |said| drop(happened.blocking_send(Happened::Engine(name, said)));
     loop {
-        if let Some(status) = ends_before_it_speaks(&wire, child.id()) {
+        if let Some(status) = ends_before_it_speaks(&wire, &mut child.0) {
             said(gone(&Ok(status), words));
             // Its number is its own until it was waited for.
-            let _ = child.wait();
+            let _ = child.0.wait();
             keeps.memory.engine_ended(name.life);
             return;
         }
@@ -237,10 +245,10 @@ fn receive(
         }
     }
     // One that closed its socket is of no use.
-    let ended = child.try_wait().ok().flatten();
+    let ended = child.0.try_wait().ok().flatten();
     let status = match ended {
         Some(status) => Ok(status),
-        None => wait_or_kill(&mut child),
+        None => wait_or_kill(&mut child.0),
     };
     keeps.memory.engine_ended(name.life);
     said(gone(&status, words));
@@ -248,17 +256,23 @@ fn receive(
 
 fn gone(status: &io::Result<ExitStatus>, words: &Words) -> Said {
     let (how, last_words) = (describe(status), words.last());
-    Said::Gone { how, last_words, by_device: is_by_device(status) }
+    Said::Gone { how, last_words, doing: doing(status) }
 }
 
 /// Between two looks at an engine that says nothing.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
+/// So many looks in a row at an engine that a signal has stopped, and it is ended. All others wait
+/// for it, and a recovery takes less than what else would be waited for.
+const STOPPED_LOOKS: u32 = 15;
+
 /// Waits for the next report. A process that was killed gives its memory back before its files are
-/// closed, which takes the kernel seconds where it maps much: it is seen before. None: there is
-/// something to read, if only the end.
-fn ends_before_it_speaks(wire: &Wire, pid: u32) -> Option<ExitStatus> {
+/// closed, which takes the kernel seconds where it maps much: it is seen before. One that is stopped
+/// is seen, too. Looks are counted and no time, so that a machine that was asleep ends nobody. None:
+/// there is something to read, if only the end.
+fn ends_before_it_speaks(wire: &Wire, child: &mut Child) -> Option<ExitStatus> {
     let socket = wire.socket();
+    let mut stopped = 0;
     loop {
         let mut all = [PollFd::new(&socket, PollFlags::IN)];
         match poll(&mut all, Some(&LOOK_EVERY)) {
@@ -266,9 +280,14 @@ fn ends_before_it_speaks(wire: &Wire, pid: u32) -> Option<ExitStatus> {
             Err(Errno::INTR) => continue,
             Ok(_) | Err(_) => return None,
         }
-        let status = dying::status(pid);
-        if status.is_some() {
-            return status;
+        match dying::look(child.id()) {
+            Look::Ends(status) => return Some(status),
+            Look::Runs => stopped = 0,
+            Look::Stopped => stopped += 1,
+        }
+        if stopped == STOPPED_LOOKS {
+            tracing::warn!(pid = child.id(), "an engine was stopped by a signal; ending it");
+            let _ = child.kill();
         }
     }
 }
@@ -296,8 +315,13 @@ fn describe(status: &io::Result<ExitStatus>) -> String {
     }
 }
 
-fn is_by_device(status: &io::Result<ExitStatus>) -> bool {
-    status.as_ref().is_ok_and(|status| status.code() == Some(EXIT_DEVICE))
+/// As far as the engine itself knew.
+fn doing(status: &io::Result<ExitStatus>) -> Doing {
+    match status.as_ref().ok().and_then(ExitStatus::code) {
+        Some(EXIT_DEVICE) => Doing::Device,
+        Some(EXIT_VICTIM) => Doing::Another,
+        _ => Doing::Unknown,
+    }
 }
 
 /// The last that an engine wrote, and whether it can write no more.
@@ -349,11 +373,11 @@ mod tests {
     #[test]
     fn only_an_engine_that_says_so_was_ended_by_its_device() {
         let ended = |script: &str| Command::new("sh").args(["-c", script]).status();
-        let by_device = ended(&format!("exit {EXIT_DEVICE}"));
-        assert!(is_by_device(&by_device), "{by_device:?}");
+        assert_eq!(doing(&ended(&format!("exit {EXIT_DEVICE}"))), Doing::Device);
+        assert_eq!(doing(&ended(&format!("exit {EXIT_VICTIM}"))), Doing::Another);
         for script in ["exit 0", "exit 1", "exit 75", "kill -SEGV $$", "kill -KILL $$"] {
-            assert!(!is_by_device(&ended(script)), "{script}");
+            assert_eq!(doing(&ended(script)), Doing::Unknown, "{script}");
         }
-        assert!(!is_by_device(&Err(io::ErrorKind::NotFound.into())));
+        assert_eq!(doing(&Err(io::ErrorKind::NotFound.into())), Doing::Unknown);
     }
 }

@@ -1,6 +1,6 @@
 //! An engine that is a thread of the worker: it owns the trainer and runs one attempt at a time.
 
-use super::{Attempt, Name, Said};
+use super::{Attempt, Doing, Name, Said};
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use crate::failure::Failure;
 use crate::gang::comm::Comm;
@@ -77,7 +77,7 @@ struct Gone {
 impl Drop for Gone {
     fn drop(&mut self) {
         let (how, last_words) = ("its thread ended".to_string(), String::new());
-        let said = Said::Gone { how, last_words, by_device: false };
+        let said = Said::Gone { how, last_words, doing: Doing::Unknown };
         let _ = self.happened.blocking_send(Happened::Engine(self.name, said));
     }
 }

@@ -1,6 +1,6 @@
 //! What a worker does with its engines between the beginnings and ends of attempts.
 
-use super::{Body, Engine, Engines, Watch};
+use super::{Body, Engine, Engines, Outcome, Watch};
 use crate::attempt::api::{Control, TrainerEvent};
 use moejob_protocol::config::Backend;
 use moejob_protocol::message::{HEARTBEAT_MS, Request};
@@ -19,7 +19,14 @@ impl Engines {
     ///
     /// Now and then it is also looked at where the engines' threads run; what differs from the plan
     /// is given back.
-    pub fn tick(&mut self) -> Vec<TrainerEvent> {
+    pub fn tick(&mut self) -> Outcome {
+        let mut outcome = Outcome::default();
+        self.start_missing(&mut outcome);
+        outcome.tell.extend(self.look());
+        outcome
+    }
+
+    fn look(&mut self) -> Vec<TrainerEvent> {
         let Some(running) = &mut self.running else { return Vec::new() };
         let timeout = running.config.recovery.heartbeat_timeout_ms;
         for (index, engine) in self.engines.iter().enumerate() {
@@ -64,8 +71,9 @@ impl Engines {
     }
 
     /// Ends the attempt's collectives.
-    pub fn abort(&self, reason: &str) {
-        if let Some(running) = &self.running {
+    pub fn abort(&mut self, reason: &str) {
+        if let Some(running) = &mut self.running {
+            running.first.get_or_insert_with(|| reason.to_string());
             running.abort(reason);
         }
     }
