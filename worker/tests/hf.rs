@@ -8,7 +8,8 @@ mod fixture;
 use common::{Job, bits, state_hash, trainers};
 use fixture::{Fixture, Layout, tensors, values};
 use moe_worker::engine::eval::{Measurer, evaluate, source_of};
-use moe_worker::hf::{Options, Weights, export, import};
+use moe_worker::data::Encoder;
+use moe_worker::hf::{Options, Weights, export, import, text};
 use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::DType;
 use moe_worker::checkpoint::Disk;
@@ -16,7 +17,8 @@ use moejob_protocol::ModelConfig;
 use moejob_protocol::config::{DataConfig, ValidationConfig};
 use moejob_protocol::layout::Layout as Mapping;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::{QkNorm, Role};
+use moejob_protocol::model::{QkNorm, Role, Scoring};
+use serde_json::{Value, json};
 use std::path::Path;
 
 fn mixtral() -> ModelConfig {
@@ -142,6 +144,166 @@ fn an_export_of_another_type_rounds_and_tells_what_does_not_fit() {
     let (dtype, _, bytes) = &tensors(&out)[name];
     assert_eq!(dtype, "BF16");
     assert_eq!(bytes[10..12], half::bf16::from_f32(1e6).to_le_bytes());
+}
+
+/// A job of one step and its weights.
+fn trained(change: impl FnOnce(&mut ModelConfig)) -> Job {
+    let mut job = Job::new(Mapping::contiguous(Mesh::data_parallel(1, 1)));
+    change(&mut job.config.model);
+    job.config.training.steps = 1;
+    let _ = job.run(&mut trainers(1), None);
+    job
+}
+
+fn config_of(directory: &Path) -> Value {
+    let text = std::fs::read(directory.join("config.json")).expect("a config.json");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+#[test]
+fn an_export_rounds_once() {
+    let folder = folder();
+    let mut given = Fixture::new(&mixtral(), Layout::Each, "F32");
+    let name = "model.layers.1.mlp.experts.2.up_proj.weight";
+    // Of 1 + 2^-8 + 2^-23 the nearest bf16 is 1 + 2^-7, and that of 1 + 2^-8 is 1.
+    for (at, bits) in [0x3f80_8001_u32, 0x3f80_8000].into_iter().enumerate() {
+        let bytes = &mut given.tensors.get_mut(name).expect("an expert").bytes;
+        bytes[4 * at..4 * at + 4].copy_from_slice(&bits.to_le_bytes());
+    }
+    let [source, out] = ["source", "out"].map(|name| folder.path().join(name));
+    given.write(&source, 1);
+    let options = Options { dtype: Some(DType::Bf16), like: None };
+    export(&open(&source), &out, options, &mut |_, _| {}).expect("it fits");
+    let name = "model.layers.1.block_sparse_moe.experts.2.w3.weight";
+    assert_eq!(tensors(&out)[name].2[..4], [0x81, 0x3f, 0x80, 0x3f]);
+}
+
+/// Sigmoid is GLM-4-MoE, which has corrections and shared experts: with zeros and matrices without
+/// elements nothing is missing, and the model is the one that was trained.
+#[test]
+fn a_sigmoid_router_is_exported_whole() {
+    let job = trained(|model| {
+        model.router.scoring = Scoring::Sigmoid;
+        (model.router.bias, model.experts.shared) = (false, 0);
+    });
+    let out = job.folder.path().join("exported");
+    let weights = open(&job.location());
+    export(&weights, &out, Options::default(), &mut |_, _| {}).expect("GLM-4-MoE");
+    let found = tensors(&out);
+    let model = weights.model();
+    for layer in (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer)) {
+        let at = format!("model.layers.{layer}.mlp");
+        let (dtype, shape, bytes) = &found[&format!("{at}.gate.e_score_correction_bias")];
+        assert_eq!((&dtype[..], shape, bytes), ("F32", &vec![4], &vec![0; 16]));
+        let (_, shape, bytes) = &found[&format!("{at}.shared_experts.down_proj.weight")];
+        assert_eq!((shape, bytes), (&vec![16, 0], &vec![]));
+    }
+    let step = import(&open(&out), &job.folder.path().join("again"), &mut |_, _| {});
+    step.expect("what was exported is read");
+    let data = DataConfig {
+        validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
+        ..job.config.data.clone()
+    };
+    let loss = |weights: &Weights| {
+        let length = job.config.training.sequence_length;
+        evaluate(weights, &data, length, threads(1), &mut |_, _| {}).expect("good").loss
+    };
+    assert_eq!(loss(&open(&out)), loss(&weights));
+}
+
+/// A tokenizer that puts `<s>` in front of a text, as a run never sees it.
+fn tokenizer_with_begin() -> Value {
+    let special = |content: &str, id: u32| {
+        json!({ "id": id, "content": content, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true })
+    };
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [special("<unk>", 0), special("<s>", 1), special("</s>", 2)],
+        "pre_tokenizer": { "type": "Whitespace" },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{ "SpecialToken": { "id": "<s>", "type_id": 0 } },
+                       { "Sequence": { "id": "A", "type_id": 0 } }],
+            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } },
+                     { "Sequence": { "id": "B", "type_id": 1 } }],
+            "special_tokens": { "<s>": { "id": "<s>", "ids": [1], "tokens": ["<s>"] } },
+        },
+        "decoder": null,
+        "model": { "type": "WordLevel", "unk_token": "<unk>",
+                   "vocab": { "<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4 } },
+    })
+}
+
+#[test]
+fn an_exported_tokenizer_gives_what_the_run_has_seen() {
+    let job = trained(|_| {});
+    let tokenizer = tokenizer_with_begin();
+    let text = json!({ "tokenizer": "tokenizer.json", "sequenceLength": 24, "endOfDocument": 2 });
+    for (name, value) in [("tokenizer.json", &tokenizer), ("text.json", &text)] {
+        std::fs::write(job.location().join(name), value.to_string()).expect("a file");
+    }
+    let out = job.folder.path().join("exported");
+    export(&open(&job.location()), &out, Options::default(), &mut |_, _| {}).expect("Mixtral");
+    let encoder = Encoder::read(&out).expect("a tokenizer");
+    assert_eq!(encoder.encode_with_special("a b a"), Ok(vec![3, 4, 3]));
+    assert_eq!(config_of(&out)["max_position_embeddings"], 24);
+    // Weights from elsewhere keep the tokens that they were made with.
+    let [source, imported, again] =
+        ["source", "imported", "again"].map(|name| job.folder.path().join(name));
+    let mut given = Fixture::new(&mixtral(), Layout::Letters, "F32");
+    given.config["eos_token_id"] = json!(2);
+    given.write(&source, 1);
+    std::fs::write(source.join("tokenizer.json"), tokenizer.to_string()).expect("a file");
+    import(&open(&source), &imported, &mut |_, _| {}).expect("room on the disk");
+    export(&open(&imported), &again, Options::default(), &mut |_, _| {}).expect("Mixtral");
+    for directory in [&source, &again] {
+        let encoder = Encoder::read(directory).expect("a tokenizer");
+        assert_eq!(encoder.encode_with_special("a b a"), Ok(vec![1, 3, 4, 3]));
+    }
+    assert_eq!(config_of(&again)["eos_token_id"], 2);
+    let texts = [&source, &imported].map(|at| text::find(&open(at)).expect("its text"));
+    assert!(texts.iter().all(|text| text.special && text.trained.is_none()), "{texts:?}");
+}
+
+#[test]
+fn positions_survive_import_and_export() {
+    for (typed, expected) in [(Some(32_768), 32_768), (None, 131_072)] {
+        let folder = folder();
+        let [source, imported, out] =
+            ["source", "imported", "out"].map(|name| folder.path().join(name));
+        let mut given = Fixture::new(&mixtral(), Layout::Letters, "F32");
+        given.config["max_position_embeddings"] = json!(typed);
+        given.write(&source, 1);
+        import(&open(&source), &imported, &mut |_, _| {}).expect("room on the disk");
+        export(&open(&imported), &out, Options::default(), &mut |_, _| {}).expect("Mixtral");
+        assert_eq!(config_of(&out)["max_position_embeddings"], expected);
+    }
+}
+
+/// What is computed is said by the export's own fields, whatever stands where its tokenizer is.
+#[test]
+fn nothing_that_is_computed_is_taken_from_elsewhere() {
+    let folder = folder();
+    let [source, like, out] = ["source", "like", "out"].map(|name| folder.path().join(name));
+    Fixture::new(&qwen(), Layout::Each, "F32").write(&source, 1);
+    let other = json!({
+        "rope_scaling": { "rope_type": "yarn", "factor": 4.0 }, "partial_rotary_factor": 0.5,
+        "sliding_window": 4, "use_sliding_window": true, "layer_types": ["sliding_attention"],
+        "num_local_experts": 9, "attention_dropout": 0.1, "is_causal": false, "auto_map": {},
+        "per_layer_config": { "0": {} }, "bos_token_id": 7, "of_somebody": "else",
+    });
+    std::fs::create_dir(&like).expect("a folder");
+    std::fs::write(like.join("config.json"), other.to_string()).expect("a file");
+    let options = Options { dtype: None, like: Some(&like) };
+    export(&open(&source), &out, options, &mut |_, _| {}).expect("room on the disk");
+    let (found, written) = (config_of(&out), open(&out));
+    assert_eq!(written.model(), open(&source).model());
+    assert_eq!((&found["bos_token_id"], &found["of_somebody"]), (&json!(7), &json!("else")));
+    let taken = ["rope_scaling", "sliding_window", "layer_types", "num_local_experts", "is_causal"];
+    assert!(taken.iter().all(|field| found.get(field).is_none()), "{found}");
+    let told = written.warnings();
+    assert!(told.len() == 1 && told[0].contains("of_somebody"), "{told:?}");
 }
 
 #[test]

@@ -300,10 +300,37 @@ fn configurations_that_are_not_built_in() {
         fixture.config["rope_scaling"] = Value::Null;
         fixture.config["partial_rotary_factor"] = json!(0.5);
     });
-    config("sliding_window", json!(128), "over a window");
+    config("sliding_window", json!(128), "a token would see 128 tokens at most");
     config("num_experts_per_tok", json!(9), "9 of 4 experts");
+    config("model_type", json!("olmoe"), "olmoe, and architectures says MixtralForCausalLM");
+    config("architectures", json!(["DeepseekForCausalLM"]), "none of the models of transformers");
+    config("architectures", json!(["DeepseekV4ForCausalLM"]), "is unknown");
+    config("rope_scaling", json!("yarn"), "\"yarn\" is no JSON object");
+    config("rope_scaling", json!({ "rope_type": "default", "rope_theta": "1e6" }), "no finite");
+    config("rope_parameters", json!({ "type": 3 }), "rotary positions 3 are not built in");
+    config("rope_parameters", json!({ "full_attention": {} }), "each kind of layer");
+    config("rope_parameters", json!({ "mrope_section": [2] }), "the rotary positions built in");
+    config("rope_theta", json!(0), "it is 0");
+    config("partial_rotary_factor", json!("1"), "no finite number");
+    config("layer_types", json!("full_attention"), "full_attention alone");
+    config("layer_types", json!(["full_attention"]), "not one for each of 2 layers");
+    config("sliding_window", json!("none"), "no whole number");
+    config("attention_chunk_size", json!(8), "over chunks");
+    config("attention_dropout", json!(0.1), "training with it is not built in");
+    config("router_jitter_noise", json!(0.1), "training with it is not built in");
+    config("hidden_act", json!(3), "3 is not built in");
+    config("is_causal", json!(false), "behind them");
+    config("per_layer_config", json!({ "0": { "head_dim": 4 } }), "fields of their own");
+    config("transformers_weights", json!("other.safetensors"), "in another file");
+    config("compression_config", json!({ "quant_method": "fp8" }), "\"fp8\"");
     config("num_key_value_heads", json!(3), "3 does not divide 2 heads");
     config("vocab_size", json!(1_u64 << 31), "impossible sizes");
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut fixture = good();
+    fixture.config["architectures"] = json!(["DeepseekForCausalLM"]);
+    fixture.write(folder.path(), 1);
+    // Its heads are ordinary ones.
+    assert!(!refusal(folder.path()).contains("latent"), "{}", refusal(folder.path()));
     check("no JSON", &["config.json", "line 1 column 2"], |at| {
         good().write(at, 1);
         fs::write(at.join("config.json"), "{,}").expect("a file");

@@ -470,6 +470,8 @@ fn convert(
         Err(refusal) => return Ok(refuse(from, &refusal.problems)),
     };
     tell_passed_over(&weights);
+    let warnings = weights.warnings();
+    super::generate::warn(&warnings);
     let mut bar = Bar::new(what, Unit::Bytes);
     let written = write(&weights, &mut |done, total| bar.set(done, total));
     drop(bar);
@@ -478,7 +480,12 @@ fn convert(
             match how.is_json() {
                 true => {
                     let (from, passed_over) = (weights.path(), weights.passed_over());
-                    let line = json!({ "path": path, "from": from, "passedOver": passed_over });
+                    let line = json!({
+                        "path": path,
+                        "from": from,
+                        "passedOver": passed_over,
+                        "warnings": warnings,
+                    });
                     println!("{line}");
                 }
                 false => println!("{}", path.display()),

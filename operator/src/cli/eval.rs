@@ -109,6 +109,9 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
         validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
         exclude: Vec::new(),
     };
+    let mut warnings = weights.warnings();
+    warnings.extend(super::generate::beyond(&known, length as usize));
+    super::generate::warn(&warnings);
     let measurer = measurer(args, weights.model(), length)?;
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
@@ -123,6 +126,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
             "sequenceLength": length,
             "from": weights.path(),
             "passedOver": weights.passed_over(),
+            "warnings": warnings,
         });
         println!("{line}");
     } else {

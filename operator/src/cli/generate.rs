@@ -145,7 +145,6 @@ struct Speaker {
     decoder: Decoder,
     encoder: Encoder,
     text: Text,
-    of_hugging_face: bool,
     sampling: Sampling,
     /// Tokens chosen so far, of all texts: which random number comes next.
     chosen: u64,
@@ -165,9 +164,9 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
         (None, false) => Some(piped()?),
         (None, true) => None,
     };
-    let of_hugging_face = matches!(weights, Weights::HuggingFace(_));
+    warn(&weights.warnings());
     let first = match &prompt {
-        Some(prompt) => ids_of(&encoder, &text, of_hugging_face, prompt, true)?.len() as u32,
+        Some(prompt) => ids_of(&encoder, &text, prompt, true)?.len() as u32,
         None => text.trained.or(text.positions).unwrap_or(0).clamp(CONVERSATION, 1 << 17),
     };
     let capacity = first.saturating_add(args.max_tokens);
@@ -180,8 +179,7 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
         seed: args.seed,
     };
     let (chosen, pending) = (0, Vec::new());
-    let mut speaker =
-        Speaker { decoder, encoder, text, of_hugging_face, sampling, chosen, pending };
+    let mut speaker = Speaker { decoder, encoder, text, sampling, chosen, pending };
     match prompt {
         Some(prompt) => speaker.once(args, &weights, &prompt),
         None => speaker.converse(args, &weights),
@@ -237,12 +235,10 @@ fn piped() -> Result<String, GenerateError> {
 fn ids_of(
     encoder: &Encoder,
     text: &Text,
-    of_hugging_face: bool,
     prompt: &str,
     begins: bool,
 ) -> Result<Vec<u32>, GenerateError> {
-    // Our own runs never put special tokens around a text.
-    let ids = match of_hugging_face && begins {
+    let ids = match text.special && begins {
         true => encoder.encode_with_special(prompt).map_err(GenerateError::Encode)?,
         false => {
             let mut ids = Vec::new();
@@ -267,10 +263,13 @@ impl Speaker {
         weights: &Weights,
         prompt: &str,
     ) -> Result<(), GenerateError> {
-        let ids = ids_of(&self.encoder, &self.text, self.of_hugging_face, prompt, true)?;
+        let ids = ids_of(&self.encoder, &self.text, prompt, true)?;
         let (prompt_tokens, mut out) = (ids.len(), Screen::new(args.written.is_json()));
         let answer = self.answer(ids, args.max_tokens, &mut out)?;
+        let beyond = beyond(&self.text, prompt_tokens + answer.ids.len());
         if args.written.is_json() {
+            let mut warnings = weights.warnings();
+            warnings.extend(beyond);
             let line = json!({
                 "prompt": prompt,
                 "text": answer.text,
@@ -281,11 +280,13 @@ impl Speaker {
                 "seconds": answer.took[1].as_secs_f64(),
                 "from": weights.path(),
                 "passedOver": weights.passed_over(),
+                "warnings": warnings,
             });
             println!("{line}");
             return Ok(());
         }
         out.line().map_err(GenerateError::Write)?;
+        warn(beyond.as_slice());
         if std::io::stderr().is_terminal() {
             self.summary(prompt_tokens, &answer);
         }
@@ -302,6 +303,8 @@ impl Speaker {
             count(model.numel()),
             count(model.active_numel()),
         );
+        // Of each text it is said once how long it has become.
+        let mut told = false;
         loop {
             let mut prompt = std::io::stderr();
             let _ = write!(prompt, "> ").and_then(|()| prompt.flush());
@@ -320,6 +323,7 @@ impl Speaker {
             match typed {
                 "/new" => {
                     self.forget();
+                    told = false;
                     continue;
                 }
                 "/quit" | "/exit" => return Ok(()),
@@ -330,8 +334,7 @@ impl Speaker {
                 _ => {}
             }
             let begins = self.decoder.is_empty() && self.pending.is_empty();
-            let asked =
-                ids_of(&self.encoder, &self.text, self.of_hugging_face, typed, begins);
+            let asked = ids_of(&self.encoder, &self.text, typed, begins);
             let ids = match asked {
                 Ok(ids) => ids,
                 Err(GenerateError::Input(why)) => {
@@ -344,13 +347,22 @@ impl Speaker {
             match self.answer(ids, args.max_tokens, &mut out) {
                 Ok(answer) => {
                     out.line().map_err(GenerateError::Write)?;
+                    let all = self.decoder.len() + self.pending.len();
+                    if !std::mem::replace(&mut told, true) {
+                        match beyond(&self.text, all) {
+                            Some(beyond) => warn(&[beyond]),
+                            None => told = false,
+                        }
+                    }
                     if answer.end == End::Said {
                         self.forget();
+                        told = false;
                     }
                 }
                 Err(GenerateError::Decode(DecodeError::Full { capacity, .. })) => {
                     eprintln!("the text has reached {capacity} tokens: a new one begins");
                     self.forget();
+                    told = false;
                 }
                 Err(error) => return Err(error),
             }
@@ -377,7 +389,7 @@ impl Speaker {
             let wanted = self.decoder.len() + next.len();
             return Err(DecodeError::Full { capacity, wanted }.into());
         }
-        let mut stream = TextStream::new(&self.encoder);
+        let mut stream = TextStream::behind(&self.encoder, &next);
         let (mut said, mut text, mut end) = (Vec::new(), String::new(), End::MaxTokens);
         let mut prompt_took = None;
         while said.len() < tokens_max as usize && self.decoder.room() >= next.len() {
@@ -407,14 +419,21 @@ impl Speaker {
         let (count, seconds) = (answer.ids.len(), answer.took[1].as_secs_f64());
         let rate = count.saturating_sub(1) as f64 / seconds.max(1e-9);
         eprintln!("[{prompt_tokens} tokens of prompt, {count} more at {rate:.0} a second]");
-        let all = (prompt_tokens + count) as u32;
-        if let Some(trained) = self.text.trained.filter(|trained| all > *trained) {
-            eprintln!(
-                "[the model was trained on {trained} tokens at once: what comes after them is \
-                 beyond what it knows]"
-            );
-        }
     }
+}
+
+pub fn warn(warnings: &[String]) {
+    warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+}
+
+/// What is said of a text of so many tokens, where the model knows none that are so long.
+pub fn beyond(text: &Text, tokens: usize) -> Option<String> {
+    let known = text.trained.or(text.positions).filter(|known| tokens > *known as usize)?;
+    let why = match text.trained {
+        Some(_) => format!("the model was trained on {known} tokens at once"),
+        None => format!("the model has {known} positions (max_position_embeddings)"),
+    };
+    Some(format!("{why}, and here are {tokens}: what comes after them is beyond what it knows"))
 }
 
 /// The command that tries a model: as typed at this place.
@@ -431,6 +450,17 @@ pub fn command_to_look(program: &str, run: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_beyond_the_length_of_training_is_told() {
+        let text = |trained, positions| Text { trained, positions, ..Text::default() };
+        assert_eq!(beyond(&text(Some(32), None), 32), None);
+        assert_eq!(beyond(&text(None, None), 1 << 20), None);
+        let told = beyond(&text(Some(32), Some(64)), 40).expect("it is told");
+        assert!(told.starts_with("the model was trained on 32 tokens at once, and here are 40"));
+        let told = beyond(&text(None, Some(64)), 65).expect("it is told");
+        assert!(told.starts_with("the model has 64 positions (max_position_embeddings)"), "{told}");
+    }
 
     #[test]
     fn a_command_can_be_typed_as_it_is_shown() {

@@ -18,8 +18,12 @@ pub struct TextStream<'a> {
 }
 
 impl<'a> TextStream<'a> {
-    pub fn new(encoder: &'a Encoder) -> TextStream<'a> {
-        TextStream { encoder, ids: Vec::new(), shown: 0, out: 0 }
+    /// Behind `before`, whose text is known: a token at the beginning of a text may read otherwise
+    /// than within one, as a word without the space in front of it.
+    pub fn behind(encoder: &'a Encoder, before: &[u32]) -> TextStream<'a> {
+        let ids = before[before.len().saturating_sub(WAITING_MAX)..].to_vec();
+        let out = ids.len();
+        TextStream { encoder, ids, shown: 0, out }
     }
 
     /// The text that `id` completes.
@@ -97,7 +101,7 @@ mod tests {
 
     fn streamed(bytes: &[u8]) -> Vec<String> {
         let encoder = Encoder::Bytes;
-        let mut stream = TextStream::new(&encoder);
+        let mut stream = TextStream::behind(&encoder, &[]);
         let mut pieces: Vec<String> =
             bytes.iter().map(|byte| stream.push(u32::from(*byte))).collect();
         pieces.push(stream.finish());
@@ -111,6 +115,37 @@ mod tests {
         assert_eq!(pieces.concat(), text);
         let whole = ["a", "", "é", "", "", "漢", "", "", "", "\u{1f600}", "z", ""];
         assert_eq!(pieces, whole);
+    }
+
+    /// A tokenizer whose words have a space in front of them. Its decoder takes off the first one.
+    fn words() -> Encoder {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tokenizer.json");
+        let decoders = r#"[{"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]"#;
+        let tokenizer = format!(
+            r#"{{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+            "decoder": {{"type": "Sequence", "decoders": {decoders}}},
+            "model": {{"type": "WordLevel", "vocab": {{"_The": 0, "_cat": 1, "s": 2}},
+            "unk_token": "s"}}}}"#
+        );
+        std::fs::write(&path, tokenizer).expect("a file");
+        Encoder::read(&path).expect("a tokenizer")
+    }
+
+    #[test]
+    fn an_answer_keeps_the_space_in_front_of_it() {
+        let encoder = words();
+        for (prompt, answer) in [(&[0][..], &[1, 2, 1][..]), (&[0, 1, 2], &[1]), (&[0], &[2, 1])] {
+            let mut stream = TextStream::behind(&encoder, prompt);
+            let mut text: String = answer.iter().map(|id| stream.push(*id)).collect();
+            text += &stream.finish();
+            let whole = encoder.decode(&[prompt, answer].concat());
+            assert_eq!(encoder.decode(prompt) + &text, whole);
+        }
+        let mut first = TextStream::behind(&encoder, &[]);
+        assert_eq!(first.push(0) + &first.push(1), "The cat");
     }
 
     #[test]

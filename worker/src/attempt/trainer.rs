@@ -437,6 +437,9 @@ pub(super) fn start_from(
         fail(3, &format!("spec.model.from: {refusal}"), advice)
     };
     let weights = Weights::open(path).map_err(refused)?;
+    if comm.rank() == 0 {
+        weights.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+    }
     let own = crate::hf::load(&weights, model).map_err(refused)?;
     for (rank, other) in comm.gather_all(&own, own.len())?.iter().enumerate() {
         if *other != own {

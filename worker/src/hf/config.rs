@@ -3,16 +3,19 @@
 //! Only what our model computes alike is read; every field that would make it compute something
 //! else is refused by name, never ignored.
 
+mod fields;
+mod positions;
 mod write;
 
 pub use write::{family_of, write};
 
 use crate::checkpoint::{Problem, model_is_sane};
+use fields::{FILE, Fields};
 use moejob_protocol::ModelConfig;
 use moejob_protocol::model::{
     Activation, ExpertsConfig, QkNorm, RouterConfig, Scoring,
 };
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// A family of models that `transformers` knows and our model computes alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,117 +53,102 @@ impl Family {
         }
     }
 
-    fn routes_like_deepseek(self) -> bool {
+    /// Positions, where a `config.json` claims none.
+    fn positions(self) -> u32 {
+        match self {
+            Family::Mixtral | Family::Glm4Moe => 131_072,
+            Family::Qwen3Moe => 32_768,
+            Family::Olmoe => 4096,
+            Family::Dots1 => 2048,
+        }
+    }
+
+    /// Sigmoid, a correction of the choice, groups, and shared experts.
+    pub(super) fn routes_like_deepseek(self) -> bool {
         matches!(self, Family::Glm4Moe | Family::Dots1)
     }
 }
 
-const FILE: &str = "config.json";
-
-/// The fields of a config, and what is wrong with them.
-struct Fields<'a> {
-    fields: &'a Map<String, Value>,
-    problems: Vec<Problem>,
+/// What a `config.json` describes.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub family: Family,
+    pub model: ModelConfig,
+    /// Positions that it claims.
+    pub positions: u32,
+    /// Fields of it that say something, which nothing here knows.
+    pub unknown: Vec<String>,
 }
 
-impl Fields<'_> {
-    fn problem(&mut self, field: &str, why: &str) {
-        self.problems.push(Problem::new(&format!("{FILE}: {field}"), why));
-    }
-
-    /// What stands there, unless it is null.
-    fn get(&self, field: &str) -> Option<&Value> {
-        self.fields.get(field).filter(|value| !value.is_null())
-    }
-
-    fn number(&mut self, field: &str, default: Option<u32>) -> u32 {
-        let value = self.get(field).cloned();
-        match (value, default) {
-            (None, Some(default)) => default,
-            (None, None) => {
-                self.problem(field, "it is missing");
-                0
-            }
-            (Some(value), _) => {
-                let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-                number.unwrap_or_else(|| {
-                    self.problem(field, &format!("{value} is no whole number below 2^32"));
-                    0
-                })
-            }
-        }
-    }
-
-    fn real(&mut self, field: &str, default: f64) -> f64 {
-        let Some(value) = self.get(field).cloned() else { return default };
-        let real = value.as_f64().filter(|real| real.is_finite() && *real >= 0.0);
-        real.unwrap_or_else(|| {
-            self.problem(field, &format!("{value} is no finite number of at least 0"));
-            default
-        })
-    }
-
-    fn flag(&mut self, field: &str, default: bool) -> bool {
-        let Some(value) = self.get(field).cloned() else { return default };
-        value.as_bool().unwrap_or_else(|| {
-            self.problem(field, &format!("{value} is neither true nor false"));
-            default
-        })
-    }
-
-    /// A field that must be off.
-    fn refuse(&mut self, field: &str, applies: bool, why: &str) {
-        if applies {
-            self.problem(field, why);
-        }
-    }
-}
-
-/// The family and the model that a `config.json` describes.
-///
 /// # Errors
 /// Everything that is wrong with it or not built in.
-pub fn read(text: &[u8]) -> Result<(Family, ModelConfig), Vec<Problem>> {
+pub fn read(text: &[u8]) -> Result<Config, Vec<Problem>> {
     let one = |why: String| vec![Problem::new(FILE, &why)];
     let value: Value = serde_json::from_slice(text).map_err(|error| one(error.to_string()))?;
     let Value::Object(fields) = &value else {
         return Err(one("it is no JSON object".to_string()));
     };
-    let family = family(fields).map_err(|problem| vec![problem])?;
-    let mut fields = Fields { fields, problems: Vec::new() };
+    let mut fields = Fields::new(fields);
+    let family = family(&mut fields).map_err(|problem| vec![problem])?;
     let model = model(family, &mut fields);
-    unsupported(family, &mut fields);
+    unsupported(family, model.num_hidden_layers, &mut fields);
     consistent(&model, &mut fields);
-    if fields.problems.is_empty() { Ok((family, model)) } else { Err(fields.problems) }
+    let positions = fields.number("max_position_embeddings", Some(family.positions()));
+    match fields.problems.is_empty() {
+        true => Ok(Config { family, model, positions, unknown: fields.unknown() }),
+        false => Err(fields.problems),
+    }
 }
 
-fn family(fields: &Map<String, Value>) -> Result<Family, Problem> {
+/// `transformers` takes `model_type`, and other programs the first of `architectures`.
+fn family(fields: &mut Fields) -> Result<Family, Problem> {
     let architectures = fields.get("architectures").and_then(Value::as_array);
     let first = architectures.and_then(|all| all.first()).and_then(Value::as_str);
     let model_type = fields.get("model_type").and_then(Value::as_str);
-    let found = FAMILIES.into_iter().find(|family| match (first, model_type) {
-        (Some(name), _) => name == family.architecture(),
-        (None, name) => name == Some(family.model_type()),
-    });
-    let known = || FAMILIES.map(Family::architecture).join(", ");
-    found.ok_or_else(|| {
-        let shown = first.or(model_type).unwrap_or("none");
-        let why = if shown.starts_with("Deepseek") || shown.starts_with("deepseek") {
-            format!("{shown} has latent attention, which is not built in; known are {}", known())
-        } else {
-            format!("the architecture {shown} is unknown; known are {}", known())
-        };
-        Problem::new(&format!("{FILE}: architectures"), &why)
-    })
+    let named = |first: &str| FAMILIES.into_iter().find(|family| family.architecture() == first);
+    let typed = |name: &str| FAMILIES.into_iter().find(|family| family.model_type() == name);
+    let refused = |field: &str, why: &str| Problem::new(&format!("{FILE}: {field}"), why);
+    match (first.map(named), model_type.map(typed)) {
+        (Some(Some(one)), Some(other)) if other != Some(one) => {
+            let (first, other) = (first.unwrap_or_default(), model_type.unwrap_or_default());
+            let why = format!("{other}, and architectures says {first}: which of them is it?");
+            Err(refused("model_type", &why))
+        }
+        (Some(Some(family)), _) | (None, Some(Some(family))) => Ok(family),
+        _ => {
+            let shown = first.or(model_type).unwrap_or("none");
+            let known = FAMILIES.map(Family::architecture).join(", ");
+            let why = format!("{}; known are {known}", what_is_unknown(shown));
+            Err(refused("architectures", &why))
+        }
+    }
+}
+
+/// Why a model of this name is not read.
+fn what_is_unknown(name: &str) -> String {
+    let version = name.to_ascii_lowercase();
+    match version.strip_prefix("deepseek").map(|rest| rest.trim_start_matches(['_', '-'])) {
+        // The first one, DeepSeek-MoE-16B.
+        Some("" | "forcausallm" | "model") => format!(
+            "{name} is none of the models of transformers (its code lies beside its weights), so \
+             nothing could show that it is computed as it was trained"
+        ),
+        Some(rest) if rest.starts_with("v2") || rest.starts_with("v3") => {
+            format!("{name} has latent attention, which is not built in")
+        }
+        _ => format!("the architecture {name} is unknown"),
+    }
 }
 
 fn model(family: Family, fields: &mut Fields) -> ModelConfig {
     let hidden_size = fields.number("hidden_size", None);
     let heads = fields.number("num_attention_heads", None);
-    let kv_heads = match family {
-        Family::Mixtral | Family::Glm4Moe => 8,
-        Family::Qwen3Moe => 4,
-        Family::Olmoe | Family::Dots1 => heads,
+    let kv_heads = match (family, fields.raw("num_key_value_heads")) {
+        (Family::Mixtral | Family::Glm4Moe, None) => 8,
+        (Family::Qwen3Moe, None) => 4,
+        (Family::Dots1, None) => 32,
+        // As many as heads of queries, where it is null.
+        _ => heads,
     };
     let layers = fields.number("num_hidden_layers", None);
     let per_head = hidden_size.checked_div(heads).unwrap_or(0);
@@ -181,10 +169,10 @@ fn model(family: Family, fields: &mut Fields) -> ModelConfig {
             "rms_norm_eps",
             if matches!(family, Family::Qwen3Moe | Family::Dots1) { 1e-6 } else { 1e-5 },
         ),
-        rope_theta: rope_theta(family, fields),
+        rope_theta: positions::rope_theta(family, fields),
         tie_word_embeddings: fields.flag("tie_word_embeddings", false),
         qk_norm,
-        clip_qkv: if family == Family::Olmoe { fields.real("clip_qkv", 0.0) } else { 0.0 },
+        clip_qkv: if family == Family::Olmoe { clip_qkv(fields) } else { 0.0 },
         attention_bias: family != Family::Mixtral && fields.flag("attention_bias", false),
         initializer_range: fields.real("initializer_range", 0.02),
         dense_layers: dense_layers(family, layers, fields),
@@ -197,32 +185,12 @@ fn model(family: Family, fields: &mut Fields) -> ModelConfig {
     }
 }
 
-fn rope_theta(family: Family, fields: &mut Fields) -> f64 {
-    let default = if family == Family::Mixtral { 1e6 } else { 1e4 };
-    let nested = fields.get("rope_parameters").or_else(|| fields.get("rope_scaling")).cloned();
-    let Some(nested) = nested else {
-        check_partial(family, None, fields);
-        return fields.real("rope_theta", default);
-    };
-    let kind = nested.get("rope_type").or_else(|| nested.get("type"));
-    let kind = kind.and_then(Value::as_str).unwrap_or("default").to_string();
-    let why = format!("the rotary positions {kind:?} are not built in; `default` is");
-    fields.refuse("rope_parameters.rope_type", kind != "default", &why);
-    let partial = nested.get("partial_rotary_factor").and_then(Value::as_f64);
-    check_partial(family, partial, fields);
-    match nested.get("rope_theta").and_then(Value::as_f64) {
-        Some(theta) => theta,
-        None => fields.real("rope_theta", default),
-    }
-}
-
-/// GLM-4-MoE turns half of each head unless it is told otherwise.
-fn check_partial(family: Family, nested: Option<f64>, fields: &mut Fields) {
-    let typed = fields.get("partial_rotary_factor").and_then(Value::as_f64);
-    let default = if family == Family::Glm4Moe { 0.5 } else { 1.0 };
-    let factor = nested.or(typed).unwrap_or(default);
-    let why = format!("{factor}: heads are turned as a whole here, which is 1");
-    fields.refuse("partial_rotary_factor", factor != 1.0, &why);
+/// 0 is none here, and clamps everything to zero in `transformers`.
+fn clip_qkv(fields: &mut Fields) -> f64 {
+    let clip = fields.real("clip_qkv", 0.0);
+    let zero = fields.get("clip_qkv").is_some() && clip == 0.0;
+    fields.refuse("clip_qkv", zero, "0 leaves nothing of q, k and v; null clips nothing");
+    clip
 }
 
 /// Layers without experts.
@@ -249,30 +217,29 @@ fn dense_layers(family: Family, layers: u32, fields: &mut Fields) -> Vec<u32> {
 }
 
 fn experts(family: Family, fields: &mut Fields) -> ExpertsConfig {
-    let (own, alias) = match family {
-        Family::Mixtral => ("num_local_experts", "num_experts"),
-        Family::Qwen3Moe | Family::Olmoe => ("num_experts", "num_local_experts"),
-        Family::Glm4Moe | Family::Dots1 => ("n_routed_experts", "num_local_experts"),
+    let count = match family {
+        Family::Mixtral => ["num_local_experts", "num_experts"],
+        Family::Qwen3Moe | Family::Olmoe => ["num_experts", "num_local_experts"],
+        Family::Glm4Moe | Family::Dots1 => ["n_routed_experts", "num_local_experts"],
     };
-    let count = if fields.get(own).is_none() && fields.get(alias).is_some() { alias } else { own };
     let width = match family {
         Family::Mixtral | Family::Olmoe => "intermediate_size",
         _ => "moe_intermediate_size",
     };
-    let name = fields.get("hidden_act").and_then(Value::as_str).unwrap_or("silu").to_string();
+    let name = fields.get("hidden_act").cloned().unwrap_or(json!("silu"));
     let activation = match name.as_str() {
-        "silu" | "swish" => Activation::Silu,
-        "relu" => Activation::Relu,
-        "gelu_pytorch_tanh" | "gelu_new" => Activation::Gelu,
-        other => {
-            let why = format!("{other:?} is not built in; silu, relu and gelu_pytorch_tanh are");
+        Some("silu" | "swish") => Activation::Silu,
+        Some("relu") => Activation::Relu,
+        Some("gelu_pytorch_tanh" | "gelu_new") => Activation::Gelu,
+        _ => {
+            let why = format!("{name} is not built in; silu, relu and gelu_pytorch_tanh are");
             fields.problem("hidden_act", &why);
             Activation::Silu
         }
     };
     let default = u32::from(family == Family::Glm4Moe);
     ExpertsConfig {
-        count: fields.number(count, None),
+        count: fields.number_of(count),
         per_token: fields.number("num_experts_per_tok", None),
         intermediate_size: fields.number(width, None),
         activation,
@@ -309,29 +276,42 @@ fn router(family: Family, fields: &mut Fields) -> RouterConfig {
     }
 }
 
-fn unsupported(family: Family, fields: &mut Fields) {
-    if let Some(quantised) = fields.get("quantization_config").cloned() {
+/// What would be computed otherwise, or is not read.
+fn unsupported(family: Family, layers: u32, fields: &mut Fields) {
+    for field in ["quantization_config", "compression_config"] {
+        let Some(quantised) = fields.get(field) else { continue };
         let method = quantised.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
         let why = format!("weights quantised by {method:?} are not read; give the original ones");
-        fields.problem("quantization_config", &why);
+        fields.problem(field, &why);
     }
-    let window = fields.get("sliding_window").and_then(Value::as_u64);
-    let positions = fields.get("max_position_embeddings").and_then(Value::as_u64);
-    let slides = match family {
-        Family::Mixtral => window.is_some_and(|window| positions.is_none_or(|max| window < max)),
-        Family::Qwen3Moe => fields.flag("use_sliding_window", false),
-        Family::Olmoe | Family::Glm4Moe | Family::Dots1 => false,
-    };
-    fields.refuse("sliding_window", slides, "attention over a window is not built in");
-    let types = fields.get("layer_types").and_then(Value::as_array);
-    let other = types.is_some_and(|types| types.iter().any(|kind| kind != "full_attention"));
-    fields.refuse("layer_types", other, "full_attention alone is built in");
+    positions::check_windows(family, layers, fields);
     let biased = family == Family::Glm4Moe && fields.flag("attention_bias", false);
     let why = "a bias of q, k and v without one of o is not built in";
     fields.refuse("attention_bias", biased, why);
-    let predicts = fields.get("num_nextn_predict_layers").and_then(Value::as_u64).unwrap_or(0);
-    let why = "layers that predict more than one token are not built in";
-    fields.refuse("num_nextn_predict_layers", predicts > 0, why);
+    for field in ["attention_dropout", "router_jitter_noise"] {
+        if field == "router_jitter_noise" && family != Family::Mixtral {
+            continue;
+        }
+        let chance = fields.real(field, 0.0);
+        let why = format!(
+            "{chance}: training with it is not built in. Where it is not wanted, and for a loss or \
+             a text, which it does not change, set it to 0"
+        );
+        fields.refuse(field, chance > 0.0, &why);
+    }
+    let why = "tokens that see those behind them are not built in";
+    let causal = fields.flag("is_causal", true);
+    fields.refuse("is_causal", !causal, why);
+    let why = "an encoder is not built in";
+    let encodes = fields.flag("is_encoder_decoder", false);
+    fields.refuse("is_encoder_decoder", encodes, why);
+    for (field, why) in [
+        ("per_layer_config", "layers with fields of their own are not built in"),
+        ("transformers_weights", "weights in another file than model.safetensors are not read"),
+    ] {
+        let is_there = fields.get(field).is_some();
+        fields.refuse(field, is_there, why);
+    }
 }
 
 fn consistent(model: &ModelConfig, fields: &mut Fields) {
@@ -357,6 +337,9 @@ fn consistent(model: &ModelConfig, fields: &mut Fields) {
     fields.refuse("num_experts_per_tok", few, &why);
     let groups = router.groups == 0 || !experts.count.is_multiple_of(router.groups.max(1));
     fields.refuse("n_group", groups, "it does not divide the number of experts");
+    let each = experts.count.checked_div(router.groups);
+    let lone = each == Some(1) && router.scoring == Scoring::Sigmoid;
+    fields.refuse("n_group", lone, "groups of one expert: the two best of a group are added");
     let kept = router.topk_groups == 0 || router.topk_groups > router.groups;
     fields.refuse("topk_group", kept, "it is not between 1 and n_group");
     let held = router.topk_groups * experts.count.checked_div(router.groups).unwrap_or(0);

@@ -1,6 +1,6 @@
 //! A Hugging Face directory, opened: every header checked, every parameter found exactly once.
 
-use super::config::{self, Family};
+use super::config::{self, Config, Family};
 use super::names::{candidates, is_ignored};
 use crate::checkpoint::safetensors::{Tensor, read_header};
 use crate::checkpoint::values::float_named;
@@ -46,6 +46,10 @@ pub struct Directory {
     pub path: PathBuf,
     pub family: Family,
     pub model: ModelConfig,
+    /// That `config.json` claims.
+    pub positions: u32,
+    /// Fields of `config.json` that nothing here knows.
+    pub unknown: Vec<String>,
     pub params: Vec<Param>,
     /// One a parameter.
     pub places: Vec<Place>,
@@ -77,7 +81,7 @@ fn open(path: &Path) -> Result<Directory, Vec<Problem>> {
         return Err(one(&shown, why));
     }
     let text = small_file(path, "config.json")?;
-    let (family, model) = config::read(&text)?;
+    let Config { family, model, positions, unknown } = config::read(&text)?;
     let mut hasher = blake3::Hasher::new();
     hasher.update(&text);
     let (names, index) = file_names(path)?;
@@ -130,7 +134,8 @@ fn open(path: &Path) -> Result<Directory, Vec<Problem>> {
         same_bytes(&files, (&places[at], bytes), (file, &output))?;
     }
     let path = path.to_path_buf();
-    Ok(Directory { path, family, model, params, places, files, digest: hasher.finalize() })
+    let digest = hasher.finalize();
+    Ok(Directory { path, family, model, positions, unknown, params, places, files, digest })
 }
 
 /// What is said of weights in a format that is not read.
@@ -299,8 +304,11 @@ fn find_all(
         let why = format!("{tensor}\n    - {expected:?} by config.json\n    + {found:?} found");
         problems.push(Problem::new(file, &why));
     }
+    // Shared experts of width 0 are tensors without any element.
+    let is_empty = |name: &String| tensors[name].1.shape.contains(&0);
     let mut extra: Vec<&String> = (tensors.keys())
         .filter(|name| !used.contains(*name) && !is_ignored(name) && !is_tied(model, name))
+        .filter(|name| !is_empty(name))
         .collect();
     extra.sort();
     problems.extend(extra.into_iter().map(|name| {

@@ -1,15 +1,16 @@
 //! A checkpoint of ours, or a Hugging Face directory, -> a directory that `transformers` loads
 //! without remote code.
 
-use super::config::{family_of, write as write_config};
+use super::config::{self, Family, family_of, write as write_config};
 use super::names::exported;
-use super::weights::{Weights, does_not_fit};
+use super::weights::{Weights, differences, does_not_fit};
 use crate::checkpoint::Problem;
 use crate::checkpoint::staging::{Entry, Failed, Staging, Writing, runs};
 use crate::checkpoint::values::{convert, name_of};
 use moejob_kernels::DType;
 use moejob_protocol::model::Role;
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Bytes of a file at most, unless one tensor is larger.
@@ -66,41 +67,33 @@ pub fn export(
     let like: Map<String, Value> = text.fields().into_iter().chain(like).collect();
     let parent = out.parent().filter(|at| !at.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let staging = Staging::new(parent, out)?;
-    let params = weights.params();
-    let dtypes: Vec<DType> = (0..params.len())
-        .map(|index| match (params[index].role, options.dtype) {
-            (_, None) => weights.dtype(index),
-            (Role::Correction { .. }, Some(_)) => DType::F32,
-            (_, Some(dtype)) => dtype,
-        })
-        .collect();
-    let sizes: Vec<u64> = (params.iter().zip(&dtypes))
-        .map(|(param, dtype)| param.numel() * dtype.size() as u64)
-        .collect();
+    let tensors = tensors_of(weights, family, options.dtype);
+    let sizes: Vec<u64> = tensors.iter().map(Exported::bytes).collect();
     let shards = runs(&sizes, FILE_BYTES_MAX);
     let mut writing = Writing::new(&staging.path, sizes.iter().sum(), progress);
     let mut index_of = Map::new();
     for (number, shard) in shards.iter().enumerate() {
         let name = file_name(number, shards.len());
-        let entries: Vec<Entry> = (shard.clone())
-            .map(|at| {
-                let shape = params[at].shape.iter().map(|dim| u64::from(*dim)).collect();
-                (exported(family, &params[at]), name_of(dtypes[at]), shape, sizes[at])
-            })
-            .collect();
+        let of_file = &tensors[shard.clone()];
+        let entries: Vec<Entry> = of_file.iter().map(Exported::entry).collect();
         for entry in &entries {
             index_of.insert(entry.0.clone(), json!(name));
         }
         writing.begin(&name, &entries)?;
-        for at in shard.clone() {
-            write_param(weights, at, dtypes[at], &mut writing)?;
+        for tensor in of_file {
+            match tensor.from {
+                Some(from) => write_param(weights, from, tensor.dtype, &mut writing)?,
+                None => writing.write(&vec![0; tensor.bytes() as usize], true)?,
+            }
         }
         writing.end()?;
     }
     drop(writing);
-    let dtype = options.dtype.unwrap_or_else(|| dtypes.first().copied().unwrap_or(DType::F32));
-    let config = write_config(family, weights.model(), dtype, like);
-    staging.small_file("config.json", &pretty(&config))?;
+    let first = tensors.first().map_or(DType::F32, |tensor| tensor.dtype);
+    let dtype = options.dtype.unwrap_or(first);
+    let config = pretty(&write_config(family, weights.model(), dtype, like));
+    reads_back(weights, family, &config).map_err(Failed::NoFamily)?;
+    staging.small_file("config.json", &config)?;
     if shards.len() > 1 {
         let total: u64 = sizes.iter().sum();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": index_of });
@@ -116,6 +109,72 @@ pub fn export(
         }
     }
     staging.commit(out)
+}
+
+/// A tensor of an export.
+struct Exported {
+    name: String,
+    dtype: DType,
+    shape: Vec<u64>,
+    /// Which parameter it is; none is zeros.
+    from: Option<usize>,
+}
+
+impl Exported {
+    fn bytes(&self) -> u64 {
+        self.shape.iter().product::<u64>() * self.dtype.size() as u64
+    }
+
+    fn entry(&self) -> Entry {
+        (self.name.clone(), name_of(self.dtype), self.shape.clone(), self.bytes())
+    }
+}
+
+/// All tensors that a model of the family has: those of the weights, and those that it has where
+/// ours need none. A correction that is not there is zeros, and so many shared experts as none are
+/// matrices without elements.
+fn tensors_of(weights: &Weights, family: Family, dtype: Option<DType>) -> Vec<Exported> {
+    let (model, own) = (weights.model(), weights.params());
+    let mut whole = model.clone();
+    whole.router.bias |= family.routes_like_deepseek();
+    let at: HashMap<&str, usize> = own.iter().map(|param| &param.name[..]).zip(0..).collect();
+    let mut tensors: Vec<Exported> = (whole.params().iter())
+        .map(|param| {
+            let from = at.get(&param.name[..]).copied();
+            let is_correction = matches!(param.role, Role::Correction { .. });
+            let dtype = match (from, dtype) {
+                (None, _) => DType::F32,
+                (Some(from), None) => weights.dtype(from),
+                (_, Some(_)) if is_correction => DType::F32,
+                (_, Some(dtype)) => dtype,
+            };
+            let shape = param.shape.iter().map(|dim| u64::from(*dim)).collect();
+            Exported { name: exported(family, param), dtype, shape, from }
+        })
+        .collect();
+    if family.routes_like_deepseek() && model.experts.shared == 0 {
+        let (dtype, width) = (tensors[0].dtype, u64::from(model.hidden_size));
+        for layer in (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer)) {
+            let (rows, columns) = (vec![0, width], vec![width, 0]);
+            let parts = [("gate", rows.clone()), ("up", rows), ("down", columns)];
+            tensors.extend(parts.map(|(part, shape)| {
+                let name = format!("model.layers.{layer}.mlp.shared_experts.{part}_proj.weight");
+                Exported { name, dtype, shape, from: None }
+            }));
+        }
+    }
+    tensors
+}
+
+/// What is exported has to be read as the model that it is.
+fn reads_back(weights: &Weights, family: Family, config: &[u8]) -> Result<(), Vec<Problem>> {
+    let found = config::read(config)?;
+    let mut model = weights.model().clone();
+    model.router.bias |= family.routes_like_deepseek();
+    match differences(&found.model, &model) {
+        problems if problems.is_empty() => Ok(()),
+        problems => Err(problems),
+    }
 }
 
 fn file_name(number: usize, count: usize) -> String {

@@ -3,6 +3,7 @@
 //! Weights keep the bits and the float type that they have; moments are zeros, which lie in the
 //! file once and are named by every piece.
 
+use super::text;
 use super::weights::Weights;
 use crate::checkpoint::staging::{Failed, Staging, Writing, runs};
 use crate::checkpoint::values::name_of;
@@ -104,7 +105,10 @@ pub fn import(
     };
     let sealed = seal(&manifest).map_err(|error| staging.io(error.into()))?;
     staging.small_file("manifest.json", &sealed)?;
-    staging.commit(&target)
+    let path = staging.commit(&target)?;
+    text::keep_imported(weights, out)
+        .map_err(|source| Failed::Write { path: out.to_path_buf(), source })?;
+    Ok(path)
 }
 
 fn name_of_directory(weights: &Weights) -> String {

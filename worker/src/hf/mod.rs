@@ -52,5 +52,5 @@ pub fn read_model(path: &Path) -> Result<(ModelConfig, Vec<String>), Vec<Problem
         }
     }
     let text = directory::small_file(path, "config.json")?;
-    config::read(&text).map(|(_, model)| (model, Vec::new()))
+    config::read(&text).map(|config| (config.model, Vec::new()))
 }

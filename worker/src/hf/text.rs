@@ -5,7 +5,7 @@
 //! weights -> those; of a run before them job.json; of a Hugging Face directory its files  (find)
 //! ```
 
-use super::directory::small_file;
+use super::directory::{Directory, small_file};
 use super::weights::Weights;
 use crate::checkpoint::{Problem, Refusal};
 use crate::data::{Encoder, replace};
@@ -31,6 +31,9 @@ pub struct Text {
     pub trained: Option<u32>,
     /// Positions that a Hugging Face directory claims.
     pub positions: Option<u32>,
+    /// The tokenizer's special tokens are around each text: those of weights from elsewhere. Our
+    /// own runs never see them.
+    pub special: bool,
     /// Tokens that end a text.
     pub ends: Vec<u32>,
     /// In training a text sees nothing of the texts before it in its sequence.
@@ -49,6 +52,13 @@ struct File {
     end_of_document: Option<u32>,
     #[serde(default)]
     reset_at_boundaries: bool,
+    /// Of weights from elsewhere, which were not trained here: the length is their positions.
+    #[serde(default, skip_serializing_if = "is_false")]
+    imported: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 /// Whether text becomes tokens in the job itself.
@@ -72,11 +82,39 @@ pub fn keep(config: &WorkerConfig) -> std::io::Result<()> {
         sequence_length: config.training.sequence_length,
         end_of_document: data.end_of_document,
         reset_at_boundaries: data.reset_at_boundaries,
+        imported: false,
     };
     let text = serde_json::to_vec_pretty(&file)?;
     if std::fs::read(location.join(FILE)).is_ok_and(|found| found == text) {
         return Ok(());
     }
+    replace(location, FILE, |to| std::fs::write(to, &text))
+}
+
+/// Writes what a directory's text is beside the checkpoint that was made of it, unless that stands
+/// beside others, whose text is known.
+///
+/// # Errors
+/// The directory's files cannot be read, or the location cannot be written.
+pub(super) fn keep_imported(weights: &Weights, location: &Path) -> std::io::Result<()> {
+    let Weights::HuggingFace(directory) = weights else { return Ok(()) };
+    if location.join(FILE).exists() {
+        return Ok(());
+    }
+    let known = find(weights).map_err(std::io::Error::other)?;
+    let tokenizer = match &known.tokenizer {
+        Some(Tokenizer::Path(path)) => copied_tokenizer(location, Path::new(path)).map(Some)?,
+        Some(Tokenizer::Bytes) => Some("bytes".to_string()),
+        None => None,
+    };
+    let file = File {
+        tokenizer,
+        sequence_length: directory.positions,
+        end_of_document: known.ends.first().copied(),
+        reset_at_boundaries: false,
+        imported: true,
+    };
+    let text = serde_json::to_vec_pretty(&file)?;
     replace(location, FILE, |to| std::fs::write(to, &text))
 }
 
@@ -86,15 +124,20 @@ fn kept_tokenizer(location: &Path, data: &DataConfig) -> std::io::Result<Option<
         Tokenizer::Path(path) => Path::new(path),
     };
     let path = if path.is_dir() { path.join(TOKENIZER) } else { path.to_path_buf() };
-    let len = std::fs::metadata(&path)?.len();
+    copied_tokenizer(location, &path).map(Some)
+}
+
+/// Copies a tokenizer beside checkpoints, and gives its name there.
+fn copied_tokenizer(location: &Path, path: &Path) -> std::io::Result<String> {
+    let len = std::fs::metadata(path)?.len();
     if len > KEPT_BYTES_MAX {
         return Err(std::io::Error::other(format!("a tokenizer of {len} bytes")));
     }
-    let same = std::fs::read(location.join(TOKENIZER)).ok() == Some(std::fs::read(&path)?);
+    let same = std::fs::read(location.join(TOKENIZER)).ok() == Some(std::fs::read(path)?);
     if !same {
-        replace(location, TOKENIZER, |to| std::fs::copy(&path, to).map(|_| ()))?;
+        replace(location, TOKENIZER, |to| std::fs::copy(path, to).map(|_| ()))?;
     }
-    Ok(Some(TOKENIZER.to_string()))
+    Ok(TOKENIZER.to_string())
 }
 
 /// What is known of the text of `weights`.
@@ -103,7 +146,7 @@ fn kept_tokenizer(location: &Path, data: &DataConfig) -> std::io::Result<Option<
 /// A file that should tell cannot be read.
 pub fn find(weights: &Weights) -> Result<Text, Refusal> {
     let found = match weights {
-        Weights::HuggingFace(directory) => of_directory(&directory.path),
+        Weights::HuggingFace(directory) => of_directory(directory),
         Weights::Ours { path, .. } => of_checkpoint(path),
     };
     let name = weights.path().display().to_string();
@@ -141,9 +184,12 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
             Some(_) => tokenizer_in(location),
             None => None,
         };
+        let length = Some(file.sequence_length);
         return Ok(Text {
             tokenizer,
-            trained: Some(file.sequence_length),
+            trained: length.filter(|_| !file.imported),
+            positions: length.filter(|_| file.imported),
+            special: file.imported,
             ends: file.end_of_document.into_iter().collect(),
             apart: file.reset_at_boundaries,
             ..Text::default()
@@ -171,7 +217,8 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
     })
 }
 
-fn of_directory(path: &Path) -> Result<Text, Vec<Problem>> {
+fn of_directory(directory: &Directory) -> Result<Text, Vec<Problem>> {
+    let path = &directory.path;
     let config = json_in(path, "config.json")?.unwrap_or_default();
     let generation = json_in(path, "generation_config.json")?.unwrap_or_default();
     let number = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -184,7 +231,8 @@ fn of_directory(path: &Path) -> Result<Text, Vec<Problem>> {
     let own = ends(&generation["eos_token_id"]);
     Ok(Text {
         tokenizer: tokenizer_in(path),
-        positions: number(&config["max_position_embeddings"]),
+        positions: Some(directory.positions),
+        special: true,
         ends: if own.is_empty() { ends(&config["eos_token_id"]) } else { own },
         ..Text::default()
     })
@@ -222,7 +270,11 @@ impl Text {
                 let encoder =
                     Encoder::read(Path::new(path)).map_err(|error| refused(error.to_string()))?;
                 let end = self.ends.first().and_then(|end| encoder.token_of(*end));
-                (std::fs::read(path).map_err(|error| refused(error.to_string()))?, end)
+                let file = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
+                match self.special {
+                    true => (file, end),
+                    false => (without_special(&file).map_err(refused)?, end),
+                }
             }
         };
         let mut config = json!({ "tokenizer_class": "PreTrainedTokenizerFast" });
@@ -235,6 +287,31 @@ impl Text {
         }
         Ok(vec![(TOKENIZER, bytes), ("tokenizer_config.json", pretty(&config))])
     }
+}
+
+/// A tokenizer that puts no token around a text: the part that does so goes, what trims offsets
+/// stays. One that puts none is as it was, to the byte.
+fn without_special(file: &[u8]) -> Result<Vec<u8>, String> {
+    let mut tokenizer: Value = serde_json::from_slice(file).map_err(|error| error.to_string())?;
+    match tokenizer.get_mut("post_processor").is_some_and(puts_no_token) {
+        true => Ok(pretty(&tokenizer)),
+        false => Ok(file.to_vec()),
+    }
+}
+
+/// Makes it so, and says whether it was otherwise.
+fn puts_no_token(processor: &mut Value) -> bool {
+    let kind = processor["type"].as_str().unwrap_or_default();
+    if matches!(kind, "TemplateProcessing" | "BertProcessing" | "RobertaProcessing") {
+        *processor = Value::Null;
+        return true;
+    }
+    let parts = processor.get_mut("processors").and_then(Value::as_array_mut);
+    parts.is_some_and(|parts| {
+        let before = parts.iter_mut().filter_map(|part| puts_no_token(part).then_some(())).count();
+        parts.retain(|part| !part.is_null());
+        before > 0
+    })
 }
 
 fn pretty(value: &Value) -> Vec<u8> {
@@ -287,6 +364,30 @@ fn byte_level(with_end: bool) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_puts_tokens_around_a_text_goes_and_nothing_else() {
+        let special = |kind: &str| json!({ "type": kind, "sep": ["</s>", 2], "cls": ["<s>", 1] });
+        let level = json!({ "type": "ByteLevel", "trim_offsets": false });
+        let sequence =
+            |parts: &[&Value]| json!({ "type": "Sequence", "processors": parts.to_vec() });
+        let left = |processor: &Value| {
+            let file = format!("{{ \"post_processor\": {processor},\n\"model\": 0.1 }}");
+            let found = without_special(file.as_bytes()).expect("JSON");
+            let value: Value = serde_json::from_slice(&found).expect("JSON");
+            (value["post_processor"].clone(), found == file.as_bytes())
+        };
+        for kind in ["TemplateProcessing", "BertProcessing", "RobertaProcessing"] {
+            assert_eq!(left(&special(kind)), (Value::Null, false));
+        }
+        let [template, roberta] = ["TemplateProcessing", "RobertaProcessing"].map(special);
+        let inner = sequence(&[&roberta]);
+        let found = left(&sequence(&[&template, &level, &inner]));
+        assert_eq!(found, (sequence(&[&level, &sequence(&[])]), false));
+        for whole in [Value::Null, level.clone(), sequence(&[&level])] {
+            assert_eq!(left(&whole), (whole, true));
+        }
+    }
 
     #[test]
     fn a_tokenizer_of_bytes_gives_bytes() {

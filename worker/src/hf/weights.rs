@@ -109,6 +109,21 @@ impl Weights {
         }
     }
 
+    /// What somebody who uses them should know.
+    pub fn warnings(&self) -> Vec<String> {
+        let unknown = match self {
+            Weights::HuggingFace(directory) => &directory.unknown[..],
+            Weights::Ours { .. } => &[],
+        };
+        let warning = |fields: String| {
+            format!(
+                "config.json: {fields}: not known here, and not used. Compare a loss with the \
+                 program that the model is from"
+            )
+        };
+        (!unknown.is_empty()).then(|| warning(unknown.join(", "))).into_iter().collect()
+    }
+
     pub fn path(&self) -> &Path {
         match self {
             Weights::HuggingFace(directory) => &directory.path,

@@ -1,6 +1,7 @@
 //! A model of ours as a `config.json`.
 
 use super::Family;
+use super::fields::decides;
 use crate::checkpoint::Problem;
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
@@ -64,7 +65,8 @@ pub fn family_of(model: &ModelConfig) -> Result<Family, Vec<Problem>> {
     if problems.is_empty() { Ok(family) } else { Err(problems) }
 }
 
-/// The `config.json` of a model; `fields` are those that we do not know.
+/// The `config.json` of a model. Of `fields` it takes those that decide nothing of what is
+/// computed.
 pub fn write(
     family: Family,
     model: &ModelConfig,
@@ -72,9 +74,8 @@ pub fn write(
     mut fields: Map<String, Value>,
 ) -> Value {
     let experts = &model.experts;
+    fields.retain(|field, _| !decides(field));
     fields.entry("max_position_embeddings").or_insert(json!(POSITIONS));
-    fields.remove("quantization_config");
-    fields.remove("torch_dtype");
     let mut set = |name: &str, value: Value| fields.insert(name.to_string(), value);
     set("architectures", json!([family.architecture()]));
     set("model_type", json!(family.model_type()));
@@ -148,6 +149,10 @@ fn write_experts(family: Family, model: &ModelConfig, fields: &mut Map<String, V
             set("routed_scaling_factor", json!(router.scale));
         }
         Family::Mixtral => {}
+    }
+    if family == Family::Dots1 {
+        // Where nothing is said, layers from the 63rd on have a window.
+        set("sliding_window", Value::Null);
     }
     if family == Family::Glm4Moe {
         set("use_qk_norm", json!(model.qk_norm == QkNorm::PerHead));
