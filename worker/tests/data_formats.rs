@@ -44,6 +44,40 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
     [a, b].map(|part| ruzstd::encoding::compress_to_vec(part, level)).concat()
 }
 
+/// A frame that says something about the others, as `pzstd` and the seekable format have it.
+fn skippable(kind: u8, bytes: &[u8]) -> Vec<u8> {
+    let length = (bytes.len() as u32).to_le_bytes();
+    [&[kind, 0x2a, 0x4d, 0x18], &length[..], bytes].concat()
+}
+
+#[test]
+fn frames_that_hold_no_data_are_skipped() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let lines = jsonl(&documents(60));
+    let (first, last) = (skippable(0x50, b"size"), skippable(0x5e, &[0; 70_000]));
+    let packed = [&first[..], &zstd(&lines), &skippable(0x5f, b""), &last].concat();
+    write(folder.path(), "plain.jsonl", &lines);
+    write(folder.path(), "packed.jsonl.zst", &packed);
+    let batches = |name: &str| {
+        let mut corpus = open(&data(source(folder.path(), name), 0.0));
+        let read = |window| {
+            let mut batch = Batch::new(16);
+            corpus.fill_in_order(window, &mut batch).expect("data");
+            batch
+        };
+        (0..20).map(read).collect::<Vec<_>>()
+    };
+    assert_eq!(batches("packed.jsonl.zst"), batches("plain.jsonl"));
+    let more = [&packed[..], b"\x50more"].concat();
+    for damaged in [&packed[..packed.len() - 1], &packed[..6], &more] {
+        write(folder.path(), "packed.jsonl.zst", damaged);
+        let damaged = data(source(folder.path(), "packed.jsonl.zst"), 0.0);
+        let refused = Corpus::open(&damaged, &common::training(), 300);
+        let said = refused.expect_err("a damaged file").to_string();
+        assert!(said.contains("packed.jsonl.zst, reading: "), "{said}");
+    }
+}
+
 fn index(width: Width, lengths: &[i32]) -> Vec<u8> {
     let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
     let mut out = Vec::new();

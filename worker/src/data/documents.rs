@@ -3,6 +3,7 @@
 //! A chunk is small enough for memory and large enough for a thread. Only whole lines are cut off,
 //! so that chunks can be looked at in any order.
 
+use super::cut::Cutter;
 use super::{DataError, header};
 use super::files::DataFile;
 use serde::{Deserialize, Serialize};
@@ -19,8 +20,9 @@ const CHUNK_BYTES: usize = 512 << 10;
 pub const LINE_BYTES_MAX: usize = 8 << 20;
 /// By so much a chunk grows beyond its size for a long line.
 const LINE_STEP: usize = 1 << 20;
-/// A text file that is tokenised is cut into pieces of at most this, at the end of a line if it
-/// has one: tokens take a hundred times the memory of their text on the way.
+/// A text file that is tokenised is cut into pieces of this size and, where no token is sure to
+/// begin there, of a multiple of it, up to the longest line: tokens take a hundred times the memory
+/// of their text on the way.
 pub const PIECE_BYTES: usize = 1 << 20;
 /// What a frame of zstd may ask for: what `zstd -19` does.
 const ZSTD_WINDOW_MAX: u64 = 8 << 20;
@@ -79,6 +81,8 @@ pub(crate) struct Reader {
     at: Position,
     open: Option<Open>,
     raw: Arc<AtomicU64>,
+    /// Of texts.
+    cutter: Cutter,
 }
 
 enum Open {
@@ -90,9 +94,15 @@ enum Open {
 
 impl Reader {
     /// From `at` on; the beginning is `Position::default()`.
-    pub fn new(files: Arc<Vec<DataFile>>, format: Format, at: Position) -> Reader {
+    pub fn new(
+        files: Arc<Vec<DataFile>>,
+        format: Format,
+        at: Position,
+        cutter: Cutter,
+    ) -> Reader {
         let done: u64 = files[..at.file.min(files.len())].iter().map(|file| file.bytes).sum();
-        Reader { files, format, at, open: None, raw: Arc::new(AtomicU64::new(done)) }
+        let raw = Arc::new(AtomicU64::new(done));
+        Reader { files, format, at, open: None, raw, cutter }
     }
 
     fn start(&mut self, index: usize) -> Result<Open, DataError> {
@@ -148,14 +158,16 @@ impl Reader {
                 }
                 Open::Text { handle, source, rest } => {
                     let at = self.at.offset;
-                    let piece = piece(source, rest).map_err(|error| broken(&file.path, &error))?;
-                    if piece.as_ref().is_none_or(|(_, last)| *last) {
+                    let piece = piece(source, rest, &mut self.cutter)
+                        .map_err(|error| broken(&file.path, &error))?;
+                    let Some((bytes, last)) = piece else {
+                        return Err(too_long(&file.path, at));
+                    };
+                    if last {
                         file.check(handle)?;
                     }
-                    piece.map(|(bytes, last)| {
-                        self.at.offset += bytes.len() as u64;
-                        Body::Piece { bytes, at, last }
-                    })
+                    self.at.offset += bytes.len() as u64;
+                    Some(Body::Piece { bytes, at, last })
                 }
                 #[cfg(feature = "parquet")]
                 Open::Rows(rows) => {
@@ -238,7 +250,7 @@ pub(crate) fn decompressed(
     let mut raw = BufReader::with_capacity(BUFFER, raw);
     let head = raw.fill_buf().map_err(|error| broken(path, &error))?;
     let gzip = head.starts_with(&[0x1f, 0x8b]);
-    let zstd = head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
+    let zstd = head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head);
     let named = |ending: &str| path.extension().is_some_and(|found| found == ending);
     if named("gz") && !gzip || named("zst") && !zstd {
         return Err(DataError::bad(path, "byte 0", "it is not compressed as its name says"));
@@ -317,6 +329,9 @@ impl Read for Frames {
                 self.raw = self.now.take().map(|frame| frame.into_inner());
             }
             let Some(mut raw) = self.raw.take() else { return Ok(0) };
+            while raw.fill_buf()?.first().is_some_and(|first| SKIPPABLE.contains(first)) {
+                skip_frame(&mut raw)?;
+            }
             if raw.fill_buf()?.is_empty() {
                 return Ok(0);
             }
@@ -325,6 +340,24 @@ impl Read for Frames {
             self.now = Some(Box::new(frame));
         }
     }
+}
+
+/// The first bytes of zstd's frames that hold no data: an index for seeking, a size, a name.
+const SKIPPABLE: std::ops::RangeInclusive<u8> = 0x50..=0x5f;
+
+fn is_skippable(head: &[u8]) -> bool {
+    matches!(head, [first, 0x2a, 0x4d, 0x18, ..] if SKIPPABLE.contains(first))
+}
+
+fn skip_frame(raw: &mut Raw) -> io::Result<()> {
+    let mut head = [0; 8];
+    raw.read_exact(&mut head)?;
+    if !is_skippable(&head) {
+        let what = "bytes that are no zstd follow the compressed ones";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    let [.., a, b, c, d] = head;
+    skip(raw, u32::from_le_bytes([a, b, c, d]).into())
 }
 
 /// The next whole lines and how many they are; `rest` is what was read too far. None at the end.
@@ -366,26 +399,43 @@ pub(crate) fn lines(
     }
 }
 
-/// The next piece of a text and whether it is the last; an empty text has one, empty.
-fn piece(source: &mut dyn BufRead, rest: &mut Vec<u8>) -> io::Result<Option<(Vec<u8>, bool)>> {
-    let mut piece = std::mem::take(rest);
-    while piece.len() < PIECE_BYTES {
-        let found = source.fill_buf()?;
-        if found.is_empty() {
-            return Ok(Some((piece, true)));
+/// The next piece of a text, and whether it is the last; an empty text has one, empty. None: it may
+/// not be cut, and is longer than what is tokenised in one.
+fn piece(
+    source: &mut dyn BufRead,
+    rest: &mut Vec<u8>,
+    cutter: &mut Cutter,
+) -> io::Result<Option<(Vec<u8>, bool)>> {
+    let mut bytes = std::mem::take(rest);
+    let mut searched = 0;
+    while searched < LINE_BYTES_MAX {
+        let goal = (searched + PIECE_BYTES).max(bytes.len());
+        while bytes.len() < goal {
+            let found = source.fill_buf()?;
+            if found.is_empty() {
+                return Ok(Some((bytes, true)));
+            }
+            let count = found.len().min(goal - bytes.len());
+            bytes.extend_from_slice(&found[..count]);
+            source.consume(count);
         }
-        let count = found.len().min(PIECE_BYTES - piece.len());
-        piece.extend_from_slice(&found[..count]);
-        source.consume(count);
+        if source.fill_buf()?.is_empty() {
+            return Ok(Some((bytes, true)));
+        }
+        if let Some(cut) = cutter.last(&bytes, searched) {
+            *rest = bytes.split_off(cut);
+            return Ok(Some((bytes, false)));
+        }
+        searched = bytes.len();
     }
-    if source.fill_buf()?.is_empty() {
-        return Ok(Some((piece, true)));
-    }
-    // Behind the last line, else before the last space, else between characters.
-    let line = piece.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
-    let space = || piece.iter().rposition(|byte| *byte == b' ').filter(|at| *at > 0);
-    let whole = || (piece.len() - 3..piece.len()).rev().find(|at| piece[*at] & 0xc0 != 0x80);
-    let cut = line.or_else(space).or_else(whole).unwrap_or(piece.len());
-    *rest = piece.split_off(cut);
-    Ok(Some((piece, false)))
+    Ok(None)
+}
+
+fn too_long(path: &Path, at: u64) -> DataError {
+    let why = format!(
+        "this tokenizer may make tokens across every place of the {} MiB from here on, and a \
+         longer text is not tokenised in one: write it as lines of JSON, a document each",
+        LINE_BYTES_MAX >> 20
+    );
+    DataError::bad(path, format!("byte {at}"), why)
 }

@@ -153,14 +153,22 @@ fn documents(
         Format::Parquet(field) => format!("Parquet, text in `{field}`"),
     };
     let (mut tokens, mut documents, mut largest, mut first) = (0, 0, None, Vec::new());
+    let mut begun = 0;
     let bytes = file.bytes;
     let files = Arc::new(vec![file]);
-    let reader = Reader::new(files.clone(), format, Position::default());
+    let reader = Reader::new(files.clone(), format, Position::default(), encoder.cutter());
     let recipe =
         Recipe { encoder: encoder.clone(), field: field.to_string(), end_of_document: None };
     tokenize::tokenize(reader, &files, &recipe, tokenize::threads(), &mut |made| {
         tokens += made.ids.len() as u64;
-        documents += made.documents.iter().filter(|document| document.ends).count() as u64;
+        for document in &made.documents {
+            begun += u64::from(document.tokens);
+            if document.ends {
+                // One without tokens is none.
+                documents += u64::from(begun > 0);
+                begun = 0;
+            }
+        }
         largest = largest.max(made.ids.iter().max().copied());
         let missing = SHOWN - first.len();
         first.extend(made.ids.iter().take(missing));

@@ -5,6 +5,7 @@
 //! Words with Subword Units"). Every byte is a token, so any text can be written. Ties go by ids:
 //! the same documents give the same file.
 
+use super::cut::Cutter;
 use super::documents::{Format, Reader};
 use super::files::DataFile;
 use super::tokenize::each_text;
@@ -40,7 +41,11 @@ pub fn learn(
         Format::Jsonl(field) | Format::Parquet(field) => field,
     };
     let files = Arc::new(files);
-    let mut reader = Reader::new(files.clone(), format.clone(), Position::default());
+    let mut tokenizer = Tokenizer::new(BPE::default());
+    let bytes = ByteLevel::default().add_prefix_space(false);
+    tokenizer.with_pre_tokenizer(Some(bytes)).with_decoder(Some(bytes));
+    let cutter = Cutter::new(&tokenizer);
+    let mut reader = Reader::new(files.clone(), format.clone(), Position::default(), cutter);
     let mut failed = None;
     let chunks = std::iter::from_fn(|| {
         let mut texts = Vec::new();
@@ -67,9 +72,6 @@ pub fn learn(
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build()
         .into();
-    let mut tokenizer = Tokenizer::new(BPE::default());
-    let bytes = ByteLevel::default().add_prefix_space(false);
-    tokenizer.with_pre_tokenizer(Some(bytes)).with_decoder(Some(bytes));
     let learned = tokenizer.train(&mut trainer, chunks.flatten()).map(|_| ());
     if let Some(error) = failed {
         return Err(error);

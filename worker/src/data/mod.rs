@@ -21,6 +21,8 @@ mod stream;
 pub mod megatron;
 pub mod header;
 pub mod line;
+mod pattern;
+mod cut;
 mod documents;
 #[cfg(feature = "parquet")]
 mod parquet;

@@ -323,13 +323,14 @@ impl Opening<'_> {
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
         let folder = self.access.folder.as_deref().filter(|_| bytes >= SHARED_BYTES_MIN);
         let mut key = blake3::Hasher::new();
-        key.update(b"moejob tokens 2");
+        key.update(b"moejob tokens 3");
         key.update(print.as_bytes());
         key.update(&recipe.encoder.fingerprint());
         key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
         let progress = &self.access.progress;
         cache::tokenized(folder, &key.finalize(), width, progress, &mut |making| {
-            let reader = Reader::new(files.clone(), format.clone(), Position::default());
+            let cutter = recipe.encoder.cutter();
+            let reader = Reader::new(files.clone(), format.clone(), Position::default(), cutter);
             let mut raw = 0;
             progress.expect(bytes);
             tokenize::tokenize(reader, files, recipe, tokenize::threads(), &mut |tokens| {

@@ -102,6 +102,8 @@ impl Prepare {
     /// What tells this run from another one.
     fn run_hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
+        // Texts were cut elsewhere before.
+        hasher.update(b"moejob data tokenize 2");
         for file in &self.files {
             let since = file.modified.duration_since(UNIX_EPOCH).unwrap_or_default();
             let line = format!("{:?} {} {}\n", file.path, file.bytes, since.as_nanos());
@@ -126,7 +128,8 @@ impl Prepare {
         let mut output = Output::open(self)?;
         progress(output.done());
         let files = Arc::new(self.files.clone());
-        let reader = Reader::new(files.clone(), self.format.clone(), output.state.position);
+        let (position, cutter) = (output.state.position, self.recipe.encoder.cutter());
+        let reader = Reader::new(files.clone(), self.format.clone(), position, cutter);
         let mut failed = None;
         let made = tokenize::tokenize(reader, &files, &self.recipe, self.threads, &mut |tokens| {
             output.push(&tokens).map_err(|error| {

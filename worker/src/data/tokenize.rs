@@ -190,7 +190,8 @@ fn utf8<'a>(bytes: &'a [u8], path: &Path, at: u64) -> Result<&'a str, DataError>
 impl Tokens {
     fn push(&mut self, recipe: &Recipe, text: &str, number: u64) -> Result<(), String> {
         let mut count = recipe.encoder.encode(text, &mut self.ids)?;
-        if let Some(end) = recipe.end_of_document {
+        // A document without tokens has no end either, as in Megatron's `preprocess_data`.
+        if let Some(end) = recipe.end_of_document.filter(|_| count > 0) {
             self.ids.push(end);
             count += 1;
         }
@@ -212,11 +213,12 @@ impl Tokens {
             encoder => {
                 let text = utf8(bytes, path, at)?;
                 encoder
-                    .encode(text, &mut self.ids)
+                    .encode_piece(text, at, &mut self.ids)
                     .map_err(|why| DataError::bad(path, format!("byte {at}"), why))?;
             }
         }
-        if last {
+        // A document without tokens has no end either.
+        if last && (at > 0 || !self.ids.is_empty()) {
             self.ids.extend(recipe.end_of_document);
         }
         let tokens = self.ids.len() as u32;

@@ -1,7 +1,9 @@
 //! Text -> token ids: bytes, or a `tokenizer.json` of the `tokenizers` library.
 
 use super::DataError;
+use super::cut::Cutter;
 use moejob_protocol::config::Tokenizer;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,7 +24,25 @@ pub struct FileEncoder {
     /// BLAKE3 of the file.
     hash: [u8; 32],
     largest: u32,
+    /// Bytes of a text's later pieces that it puts there by itself.
+    skipped: usize,
     tokenizer: tokenizers::Tokenizer,
+}
+
+impl FileEncoder {
+    fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, String> {
+        // The engine of regular expressions panics where its own bounds are passed.
+        let encoded = catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_fast(text, special)));
+        let encoding = match encoded {
+            Ok(encoding) => encoding.map_err(|error| format!("the tokenizer fails: {error}"))?,
+            Err(panic) => {
+                let why = panic.downcast_ref::<String>().map(String::as_str);
+                let why = why.or(panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");
+                return Err(format!("the tokenizer gives up: {why}"));
+            }
+        };
+        Ok(encoding.get_ids().to_vec())
+    }
 }
 
 impl Encoder {
@@ -57,8 +77,28 @@ impl Encoder {
         let largest = tokenizer.get_vocab(true).into_values().max();
         let largest = largest.ok_or_else(|| refused("it has no tokens".to_string()))?;
         let hash = *blake3::hash(&bytes).as_bytes();
-        let path = Arc::new(path);
-        Ok(Encoder::File(Box::new(FileEncoder { path, hash, largest, tokenizer })))
+        let (path, skipped) = (Arc::new(path), Cutter::skipped(&tokenizer));
+        Ok(Encoder::File(Box::new(FileEncoder { path, hash, largest, skipped, tokenizer })))
+    }
+
+    /// Finds where texts may be cut.
+    pub(crate) fn cutter(&self) -> Cutter {
+        match self {
+            Encoder::Bytes => Cutter::default(),
+            Encoder::File(file) => Cutter::new(&file.tokenizer),
+        }
+    }
+
+    /// Appends the ids of a piece of a text that begins at byte `at` of it.
+    ///
+    /// # Errors
+    /// Says what the tokenizer says.
+    pub fn encode_piece(&self, text: &str, at: u64, ids: &mut Vec<u32>) -> Result<(), String> {
+        let skipped = match self {
+            Encoder::File(file) if at > 0 => file.skipped,
+            _ => 0,
+        };
+        self.encode(text.get(skipped..).unwrap_or_default(), ids).map(drop)
     }
 
     /// One more than the largest id.
@@ -92,11 +132,7 @@ impl Encoder {
     pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>, String> {
         match self {
             Encoder::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            Encoder::File(file) => {
-                let encoding = file.tokenizer.encode_fast(text, true);
-                let encoding = encoding.map_err(|error| format!("the tokenizer fails: {error}"))?;
-                Ok(encoding.get_ids().to_vec())
-            }
+            Encoder::File(file) => file.ids(text, true),
         }
     }
 
@@ -138,13 +174,7 @@ impl Encoder {
                 }
                 ids.extend(text.bytes().map(u32::from));
             }
-            Encoder::File(file) => {
-                let encoding = file
-                    .tokenizer
-                    .encode_fast(text, false)
-                    .map_err(|error| format!("the tokenizer fails: {error}"))?;
-                ids.extend_from_slice(encoding.get_ids());
-            }
+            Encoder::File(file) => ids.extend_from_slice(&file.ids(text, false)?),
         }
         Ok(ids.len() - before)
     }
