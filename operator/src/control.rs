@@ -330,7 +330,14 @@ impl Attendant {
         let (from, to) = tokio::io::split(stream);
         let write = async {
             if let Err(error) = self.write(to, orders, leaf).await {
-                tracing::debug!(name = self.name, error = chain(&error), "orders do not arrive");
+                let (name, words) = (&self.name, chain(&error));
+                match error {
+                    // The next stream will not take it either.
+                    StreamError::Frame(FrameError::Length { .. }) => {
+                        tracing::error!(name, error = words, "an order is too long to be sent");
+                    }
+                    _ => tracing::debug!(name, error = words, "orders do not arrive"),
+                }
             }
             // What the worker said last is still to be read, and the stream's end with it.
             std::future::pending::<()>().await;

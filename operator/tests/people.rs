@@ -249,7 +249,7 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     let rate = "training.optimizer={adamw: {learningRate: 1.0}}";
     let best = ["run", "job.yaml", "--name", "best", "--set", rate, "--set"];
     let keep = "checkpoint={everySteps: 5, keep: 1, keepBest: true}";
-    let climb = "training.schedule={constant: {warmupSteps: 20}}";
+    let climb = "training.schedule={constant: {warmupSteps: 19}}";
     let more = [keep, "--set", climb, "--set", "training.steps=20"];
     place.said(&[&best[..], &more].concat());
     let kept = place.json(&["checkpoint", "ls", "runs/best", "-o", "json"]);

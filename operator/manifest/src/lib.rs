@@ -3,7 +3,7 @@
 //! ```text
 //! text --yaml--> tree --read--> MoeJobSpec (as typed) + problems of shape     spec crd yaml read
 //! text --profile--> Profile of a machine; --keys--> labels of the fabric      profile keys
-//! MoeJobSpec x Profile --job--> Job (valid, defaulted), or every problem      job rules pod
+//! MoeJobSpec x Profile --job--> Job (valid, defaulted), or every problem      job rules steps pod
 //! Job --cost--> what it takes to plan it                                      cost
 //! what may change of a spec, and what two runs of one job must share          changes identity
 //! fields and their defaults for a person; a manifest with other values        explain edit
@@ -31,6 +31,7 @@ mod canonical;
 mod router;
 pub mod devices;
 pub mod cost;
+mod steps;
 mod rules;
 pub mod job;
 pub mod identity;

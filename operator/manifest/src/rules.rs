@@ -10,8 +10,10 @@ use crate::problem::{Code, Problem, quoted};
 use crate::router;
 use crate::profile::{self, CPU, CUSTOM};
 use crate::spec::{MoeJobSpec, RecomputeName, SourceSpec, VolumeSpec};
+use crate::steps;
 use crate::workspace;
-use moejob_protocol::config::{Schedule, Tokenizer};
+use moejob_protocol::config::Tokenizer;
+use moejob_protocol::message::GANG_RANKS_MAX;
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
 pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
@@ -38,6 +40,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
     if let Some(template) = &spec.pod_template {
         rules.problems.extend(pod::problems(template));
     }
+    rules.warnings.extend(steps::warnings(spec, job));
     (rules.problems, rules.warnings)
 }
 
@@ -431,6 +434,13 @@ impl Rules<'_> {
                 .advice("lower nodes.max, raise globalBatchSize or lower microBatchSize");
             return self.refuse(problem, &also);
         }
+        if ranks > GANG_RANKS_MAX {
+            let problem = Problem::new(Code::Ranks, "spec.nodes.max")
+                .found(format!("`{}`, which makes {ranks} ranks", nodes.max))
+                .allowed(format!("at most {GANG_RANKS_MAX} ranks"))
+                .advice("a worker cannot be told of more: gangs of more nodes do not begin");
+            self.warnings.push(problem);
+        }
         let Some(ep) = job.expert_parallel else { return };
         let path = "spec.parallelism.expert";
         let slices = job.model.slices();
@@ -470,30 +480,8 @@ impl Rules<'_> {
                 return;
             }
         }
-        let (name, warmup, minimum) = match training.schedule {
-            Schedule::Constant { warmup_steps } => ("constant", warmup_steps, None),
-            Schedule::Linear { warmup_steps, min_learning_rate } => {
-                ("linear", warmup_steps, Some(min_learning_rate))
-            }
-            Schedule::Cosine { warmup_steps, min_learning_rate } => {
-                ("cosine", warmup_steps, Some(min_learning_rate))
-            }
-        };
-        let at = format!("spec.training.schedule.{name}");
-        if warmup > training.steps {
-            let problem = Problem::new(Code::LearningRate, format!("{at}.warmupSteps"))
-                .found(format!("`{warmup}`"))
-                .allowed(format!("at most training.steps, which is {}", training.steps))
-                .advice("the rate would never reach its peak");
-            self.refuse(problem, &["spec.training.steps"]);
-        }
-        let peak = training.adamw.learning_rate;
-        if minimum.is_some_and(|minimum| minimum > peak) {
-            let problem = Problem::new(Code::LearningRate, format!("{at}.minLearningRate"))
-                .found(format!("`{}`", minimum.unwrap_or(peak)))
-                .allowed(format!("at most adamw.learningRate, which is {peak}"))
-                .advice("the rate falls towards it");
-            self.refuse(problem, &["spec.training.optimizer.adamw.learningRate"]);
+        for (problem, also) in steps::problems(training) {
+            self.refuse(problem, &[also]);
         }
     }
 

@@ -41,6 +41,10 @@ pub fn alpn(versions: &[u32]) -> Vec<Vec<u8>> {
 
 /// A longer control frame is refused before it is read.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// Ranks that a gang has at most: a configuration names each of them in one frame, by the worker's
+/// uid, its node and its address. With the shortest names a cluster can have no more find room.
+pub const GANG_RANKS_MAX: u32 = (FRAME_BYTES_MAX / MEMBER_BYTES_MIN) as u32;
+const MEMBER_BYTES_MIN: usize = 96;
 /// A worker's heartbeat, also the leader's.
 pub const HEARTBEAT_MS: u64 = 500;
 
@@ -214,4 +218,23 @@ pub enum Phase {
     Training,
     Validating,
     Stopping,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Member;
+
+    #[test]
+    fn no_member_takes_less_of_a_frame_than_is_counted() {
+        let shortest = Member {
+            rank: 10_000,
+            worker: "01234567-89ab-cdef-0123-456789abcdef".to_string(),
+            node: "n".to_string(),
+            address: "1.1.1.1:7777".to_string(),
+        };
+        let text = serde_json::to_string(&shortest).expect("JSON");
+        assert!(text.len() + ",".len() >= MEMBER_BYTES_MIN, "{}", text.len());
+        assert!(GANG_RANKS_MAX > 10_000);
+    }
 }

@@ -3,6 +3,7 @@
 mod changes;
 mod cost;
 mod devices;
+mod edges;
 mod identity;
 mod problem;
 mod resources;
