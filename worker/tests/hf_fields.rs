@@ -33,7 +33,7 @@ fn loss(config: &Value, folder: &Path, data: &DataConfig) -> Result<f64, String>
     let listed = |problems: Vec<moe_worker::checkpoint::Problem>| {
         problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
     };
-    let model = read_model(folder).map_err(listed)?;
+    let (model, _) = read_model(folder).map_err(listed)?;
     let mut fixture = Fixture::new(&model, Layout::Each, "F32");
     fixture.config = config.clone();
     fixture.write(folder, 1);
