@@ -308,6 +308,8 @@ impl Runner {
                     EventKind::CheckpointRefused,
                     EventKind::CheckpointDegraded,
                     EventKind::CheckpointRecovered,
+                    EventKind::DataDegraded,
+                    EventKind::DataRecovered,
                     EventKind::Resumed,
                     EventKind::ExchangeChosen,
                     EventKind::Warning,
@@ -323,11 +325,11 @@ impl Runner {
                 if kinds.contains(&event.event) && is_news {
                     self.progress.note(&words);
                 }
-                // Rank 0 records what it tells. Of its engines a worker tells us, and the other
-                // ranks of their devices.
-                let of_engines = [EventKind::EngineStarted, EventKind::EngineLost];
+                // Rank 0 records what it tells. A worker tells us of its engines and of what they
+                // wait for, with their numbers, and the other ranks of their devices.
+                let of_engine = event.details.contains_key("pid");
                 let other = matches!(event.details.get("rank"), Some(Detail::Number(1..)));
-                if of_engines.contains(&event.event) || event.event == EventKind::Warning && other {
+                if of_engine || event.event == EventKind::Warning && other {
                     self.write(event);
                 }
             }

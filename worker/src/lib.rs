@@ -18,4 +18,5 @@ pub mod checkpoint;
 pub mod state;
 pub mod data;
 pub mod gang;
+pub mod disk;
 pub mod failure;

@@ -54,7 +54,7 @@ impl Worker {
 
     fn corpus(&self) -> (Corpus, Closing, JoinHandle<()>) {
         let (desk, closing, thread) = self.desk();
-        let corpus = Corpus::behind(desk, &common::training(), &|| false).expect("text");
+        let corpus = Corpus::behind(desk, &common::training(), || false).expect("text");
         (corpus, closing, thread)
     }
 }
@@ -145,7 +145,7 @@ fn what_is_wrong_with_the_data_is_said_in_the_same_words() {
     assert!(told.message.contains("changed during training"), "{told}");
     // Nothing that could be opened.
     let (desk, _closing, _) = Worker::of(&data).desk();
-    let found = Corpus::behind(desk, &common::training(), &|| false).expect_err("too small");
+    let found = Corpus::behind(desk, &common::training(), || false).expect_err("too small");
     let own = Corpus::open(&data, &common::training(), 256).expect_err("too small");
     assert_eq!(found.failure(), own.failure());
 }
@@ -163,14 +163,14 @@ fn nobody_waits_for_a_worker_longer_than_its_attempt_lasts() {
     };
     let thread = std::thread::spawn(move || answer(&at, never));
     let start = Instant::now();
-    let over = || start.elapsed() > Duration::from_millis(200);
-    let found = Corpus::behind(desk.clone(), &common::training(), &over).expect_err("given up");
+    let over = move || start.elapsed() > Duration::from_millis(200);
+    let found = Corpus::behind(desk.clone(), &common::training(), over).expect_err("given up");
     assert!(matches!(found, DataError::GivenUp), "{found}");
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     // The answer that comes later is nobody's.
     is_open.store(true, Ordering::SeqCst);
     thread.join().expect("the desk is closed");
-    let found = Corpus::behind(desk, &common::training(), &|| false).expect_err("closed");
+    let found = Corpus::behind(desk, &common::training(), || false).expect_err("closed");
     assert!(matches!(found, DataError::GivenUp), "{found}");
 }
 
@@ -191,7 +191,7 @@ fn a_worker_that_cannot_answer_leaves_no_engine_waiting() {
     let desk = Desk::new(&common::training()).expect("memory");
     let at = desk.clone();
     let thread = std::thread::spawn(move || answer(&at, || panic!("a bug of the worker's")));
-    let found = Corpus::behind(desk, &common::training(), &|| false).expect_err("no answer");
+    let found = Corpus::behind(desk, &common::training(), || false).expect_err("no answer");
     assert!(matches!(found, DataError::GivenUp), "{found}");
     assert!(thread.join().is_err());
 }

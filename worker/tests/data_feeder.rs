@@ -57,7 +57,7 @@ fn batches_are_those_of_the_corpus_in_whatever_order_they_are_asked_for() {
     for (step, index) in [(3, 2), (3, 3), (4, 1), (2, 1), (9, 1), (20, 3), (5, 0), (5, 4), (5, 1)] {
         check(step, index);
     }
-    let mut corpus = feeder.into_corpus();
+    let mut corpus = feeder.into_corpus().expect("its thread has ended");
     let batch = Batches::micro_batch(&mut corpus, 3, 2).expect("text").clone();
     assert_eq!(batch, expected(3, 2));
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Job, trainers};
-use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent, Wait};
 use moe_worker::data::{Corpus, DataError, Progress};
 use moe_worker::gang::comm::Comm;
 use moejob_protocol::Mesh;
@@ -118,7 +118,9 @@ fn what_was_opened_outlives_an_attempt_that_ends_early() {
     let again = Control::default();
     let end = trainer.run_attempt(&job.config, Comm::solo(2), &again, &mut |_| {});
     assert_eq!(end, AttemptEnd::Completed { step: 10 });
-    assert_eq!(again.progress().counts(), (0, 0), "opened again");
+    let mut bytes = 0;
+    again.waiting(Wait::Data, || bytes = again.loading().map_or(0, |loading| loading.bytes));
+    assert_eq!(bytes, 0, "opened again");
 }
 
 #[test]
@@ -131,7 +133,9 @@ fn an_attempt_that_is_aborted_while_it_opens_its_data_ends() {
     let end = trainer.run_attempt(&job.config, comm, &control, &mut |_| {});
     let AttemptEnd::Aborted(error) = end else { panic!("{end:?}") };
     assert!(error.to_string().contains("the leader says so"), "{error}");
-    assert_eq!(control.progress().bytes_read(), 0);
+    control.waiting(Wait::Data, || {
+        assert_eq!(control.loading().map(|loading| loading.bytes_done), Some(0));
+    });
 }
 
 #[test]

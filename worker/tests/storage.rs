@@ -2,25 +2,24 @@
 
 mod common;
 
+use common::chaos::Chaos;
 use common::disk::{Gate, faulty};
 use common::{Job, bits, state_hash};
 use moe_worker::attempt::api::AttemptEnd;
 use moe_worker::attempt::saves::Patience;
 use moe_worker::attempt::trainer::Trainer;
-use moe_worker::checkpoint::{self, Disk, Effect, Faults, Problem};
-use moejob_kernels::philox::philox4x32_10;
+use moe_worker::checkpoint::{self, Disk, Effect, Problem};
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::config::Resume;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::report::StepReport;
-use std::io::{Error, Result};
+use std::io::Error;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const ENOENT: i32 = 2;
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const ENOTEMPTY: i32 = 39;
@@ -397,160 +396,6 @@ fn what_only_has_a_manifests_name_is_neither_followed_nor_waited_for() {
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
 }
 
-/// Storage that fails by a schedule, and forgets at a crash what was not made durable.
-#[derive(Debug)]
-struct Chaos {
-    seed: u64,
-    state: Mutex<ChaosState>,
-}
-
-#[derive(Debug, Default)]
-struct ChaosState {
-    effects: u32,
-    /// Effects from the first to before the second fail, by the third's rule.
-    bad: Vec<(u32, u32, Mode)>,
-    /// The process has ended: nothing reaches storage.
-    dead_at: u32,
-    unsynced: Vec<PathBuf>,
-    /// Changes of directories that are not durable, in order.
-    entries: Vec<Entry>,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Mode {
-    Full,
-    Failing,
-    Away,
-    Slow,
-    /// Each effect fails or not.
-    Flaky,
-}
-
-#[derive(Debug)]
-enum Entry {
-    Made(PathBuf),
-    Renamed(PathBuf, PathBuf),
-}
-
-impl Entry {
-    fn parent(&self) -> Option<&Path> {
-        match self {
-            Entry::Made(path) | Entry::Renamed(_, path) => path.parent(),
-        }
-    }
-}
-
-impl Chaos {
-    fn draw(&self, number: u32) -> [u32; 4] {
-        philox4x32_10(self.seed, [number, 7, 0, 0])
-    }
-
-    /// Fault windows and, sometimes, a crash. The first effects of a fresh job are spared: what a
-    /// user has mistyped ends it at once.
-    fn new(seed: u64, spared: u32) -> Arc<Chaos> {
-        let chaos = Chaos { seed, state: Mutex::default() };
-        let mut bad = Vec::new();
-        let [count, crash, at, _] = chaos.draw(0);
-        for window in 0..count % 4 {
-            let [start, len, mode, _] = chaos.draw(1 + window);
-            let start = spared + start % 150;
-            let modes = [Mode::Full, Mode::Failing, Mode::Away, Mode::Slow, Mode::Flaky];
-            bad.push((start, start + 1 + len % 12, modes[mode as usize % modes.len()]));
-        }
-        let dead_at = if crash % 3 == 0 { u32::MAX } else { spared + at % 160 };
-        {
-            let mut state = chaos.state.lock().expect("no panic");
-            (state.bad, state.dead_at) = (bad, dead_at);
-        }
-        Arc::new(chaos)
-    }
-
-    fn is_dead(&self) -> bool {
-        let state = self.state.lock().expect("no panic");
-        state.effects > state.dead_at
-    }
-
-    /// What a loss of power leaves: of what was not made durable, some of the beginning.
-    fn crash(&self) {
-        let mut state = self.state.lock().expect("no panic");
-        let [entries, bytes, ..] = self.draw(1000);
-        let kept = entries as usize % (state.entries.len() + 1);
-        for entry in state.entries.drain(kept..).rev() {
-            match entry {
-                Entry::Made(path) if path.is_dir() => drop(std::fs::remove_dir_all(path)),
-                Entry::Made(path) => drop(std::fs::remove_file(path)),
-                Entry::Renamed(from, to) => drop(std::fs::rename(to, from)),
-            }
-        }
-        for path in state.unsynced.drain(..) {
-            if let Ok(file) = std::fs::File::options().write(true).open(&path) {
-                let len = file.metadata().map_or(0, |metadata| metadata.len());
-                file.set_len(u64::from(bytes) % (len + 1)).expect("a shorter file");
-            }
-        }
-    }
-}
-
-impl Faults for Chaos {
-    fn before(&self, effect: Effect) -> Result<()> {
-        let mut state = self.state.lock().expect("no panic");
-        state.effects += 1;
-        let at = state.effects;
-        if at > state.dead_at {
-            return Err(Error::from_raw_os_error(EIO));
-        }
-        let window = state.bad.iter().find(|(start, end, _)| (*start..*end).contains(&at));
-        let Some((_, _, mode)) = window.copied() else { return Ok(()) };
-        drop(state);
-        let takes_room =
-            matches!(effect, Effect::Create(_) | Effect::Write(_) | Effect::CreateDirectory(_));
-        match mode {
-            Mode::Full if takes_room => Err(Error::from_raw_os_error(ENOSPC)),
-            Mode::Failing => Err(Error::from_raw_os_error(EIO)),
-            // Not for what looks: an empty folder is another test's.
-            Mode::Away if !matches!(effect, Effect::Read(_)) => {
-                Err(Error::from_raw_os_error(ENOENT))
-            }
-            Mode::Flaky if self.draw(5000 + at)[0] % 2 == 0 => Err(Error::from_raw_os_error(EIO)),
-            Mode::Slow => {
-                std::thread::sleep(Duration::from_millis(10));
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn after(&self, effect: Effect) {
-        let mut state = self.state.lock().expect("no panic");
-        let path = |path: &Path| path.to_path_buf();
-        match effect {
-            Effect::Create(made) | Effect::CreateDirectory(made) => {
-                let known = state.entries.iter().any(|entry| {
-                    matches!(entry, Entry::Made(other) if other == made)
-                });
-                if !known {
-                    state.entries.push(Entry::Made(path(made)));
-                }
-            }
-            Effect::Write(written) => state.unsynced.push(path(written)),
-            Effect::Sync(synced) => state.unsynced.retain(|other| other != synced),
-            Effect::SyncDirectory(synced) => {
-                state.entries.retain(|entry| entry.parent() != Some(synced));
-            }
-            Effect::Rename { from, to } => {
-                state.entries.push(Entry::Renamed(path(from), path(to)));
-            }
-            Effect::RemoveFile(gone) | Effect::RemoveDirectory(gone) => {
-                // A removal that is lost only leaves what every attempt tidies.
-                state.entries.retain(|entry| match entry {
-                    Entry::Made(other) | Entry::Renamed(_, other) => !other.starts_with(gone),
-                });
-            }
-            Effect::Read(_) => {}
-        }
-    }
-}
-
 /// One job through attempts on bad storage, the last on good; what storage had promised holds.
 fn survives(seed: u64, hash: &str, steps: &[[u64; 5]]) {
     let mut job = small();
@@ -569,7 +414,9 @@ fn survives(seed: u64, hash: &str, steps: &[[u64; 5]]) {
         let chaos = Chaos::new(seed << 8 | u64::from(attempt), if attempt == 1 { 30 } else { 0 });
         let last = attempt == 4;
         let disk = if last { Disk::real() } else { Disk::with_faults(chaos.clone()) };
-        let patience = Patience { start: Duration::from_millis(500), ..patience() };
+        // An hour by the schedule's clock.
+        let hour = Duration::from_secs(3600);
+        let patience = Patience { start: hour, data: hour, ..patience() };
         let mut trainer = Trainer::with_disk(disk).with_patience(patience);
         let is_dead = || !last && chaos.is_dead();
         let (mut ends, reports) = common::run_until(&job, &mut trainer, &mut |_| {}, &is_dead);
@@ -602,7 +449,8 @@ fn told(job: &Job) -> u64 {
     committed.filter_map(|line| line["step"].as_u64()).max().unwrap_or(0)
 }
 
-/// MOEJOB_SCHEDULES sets how many (200 in the acceptance of a release), MOEJOB_SEED the first.
+/// MOEJOB_SCHEDULES sets how many (500 in the acceptance of a release), MOEJOB_SEED the first.
+/// With MOEJOB_CLOCK=real what stumbles does so in real time, 20 s at most each time.
 #[test]
 fn no_schedule_of_faults_ends_a_run_or_loses_a_checkpoint() {
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());

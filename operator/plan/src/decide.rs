@@ -35,12 +35,14 @@ use std::sync::Arc;
 /// How long a suspend or an interrupt waits for its checkpoint, and how long a stopped gang waits
 /// for the last member to stop.
 pub const STOP_TIMEOUT: Millis = 60_000;
-/// A first step may take this long: data and weights are loaded before it.
+/// Before the first step a member may be silent for this long: while it reads its data and weights,
+/// or computes one micro-batch after the other, it shows life.
 pub const FIRST_STEP_TIMEOUT: Millis = 600_000;
 /// Automatic step timeout: this many medians, and at least `STEP_TIMEOUT_MIN`.
 pub const STEP_TIMEOUT_MEDIANS: u64 = 20;
 pub const STEP_TIMEOUT_MIN: Millis = 60_000;
-/// A member that was asked to leave and still has not is ended: its device hangs.
+/// A member that was asked to leave and still has not is ended: its device hangs. Where steps take
+/// long it has two of them: a processor looks up at the end of a micro-batch.
 pub const LEAVE_TIMEOUT: Millis = 10_000;
 /// Where no member of a broken attempt answers and not all are known dead, the next attempt waits
 /// this long for either; after that the claim in storage alone fences the old one. Pods on silent
@@ -358,7 +360,8 @@ impl<'o> Planner<'o> {
         at_most: Option<Millis>,
         reason: &str,
     ) -> bool {
-        let limit = asked.map(|at| at + LEAVE_TIMEOUT).into_iter().chain(at_most).min();
+        let patience = LEAVE_TIMEOUT.max(2 * self.observed.record.step_median);
+        let limit = asked.map(|at| at + patience).into_iter().chain(at_most).min();
         if limit.is_some_and(|limit| self.now >= limit) {
             self.stop(worker, 0, &format!("it does not leave attempt {attempt}"));
             return false;

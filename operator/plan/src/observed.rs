@@ -10,6 +10,7 @@ use moejob_protocol::config::{Exchange, Member, Way, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// A committed checkpoint.
 pub use moejob_manifest::status::CheckpointStatus as Stored;
@@ -39,6 +40,8 @@ pub struct Observed {
     pub rings: Rings,
     /// Where the gang's engines run.
     pub seats: Seats,
+    /// Members that wait for their data, or cannot read them at present: reason and message.
+    pub late_data: BTreeMap<String, (String, String)>,
     /// Somebody asked the whole job to end now (Ctrl-C, deletion).
     pub interrupt: bool,
 }
@@ -344,6 +347,7 @@ impl Observed {
             preflight: Results::default(),
             rings: Rings::default(),
             seats: Seats::default(),
+            late_data: BTreeMap::new(),
             interrupt: false,
         }
     }

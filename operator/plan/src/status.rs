@@ -38,6 +38,7 @@ pub fn status(
     let record = &observed.record;
     let gang = present(observed);
     let (phase, mut conditions) = conditions(observed, why);
+    conditions.extend(gang.map(|_| data(observed)));
     conditions.extend(rings::rings(job, observed, gang));
     conditions.extend(seats::seats(observed, gang));
     let available = observed.workers.iter().filter(|worker| worker.is_available()).count() as u32;
@@ -115,6 +116,21 @@ fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Conditi
     all.extend(preflight(observed, gang.is_some()));
     all.extend(ends(record.outcome.as_ref(), stopping.map(|(cause, _)| cause)));
     (phase, all)
+}
+
+/// Whether some member waits for its data. The job goes on when they come.
+fn data(observed: &Observed) -> Condition {
+    let late = &observed.late_data;
+    match late.values().next() {
+        None => condition("DataDegraded", false, "DataComes", String::new()),
+        Some((reason, message)) if late.len() == 1 => {
+            condition("DataDegraded", true, reason, message.clone())
+        }
+        Some((reason, message)) => {
+            let more = late.len() - 1;
+            condition("DataDegraded", true, reason, format!("{message}; and {more} more"))
+        }
+    }
 }
 
 /// Whether the nodes are good, where they are measured. A gang has good nodes alone.

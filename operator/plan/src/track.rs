@@ -5,6 +5,7 @@
 
 mod connected;
 mod frozen;
+mod waiting;
 mod measured;
 mod paired;
 mod rings;
@@ -157,6 +158,7 @@ impl Tracker {
                 record.start_failure.clear();
                 record.first_lost = None;
                 self.present = Present { last_step: gang.resumed_at, ..Present::default() };
+                self.observed.late_data.clear();
                 if let Some(recovery) = self.open_recovery() {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }
@@ -413,6 +415,7 @@ impl Tracker {
             Up::Hello(_) => {}
             Up::Event(event) => {
                 self.stored(attempt, event);
+                self.late(name, attempt, event);
                 return self.note_engine(name, event, now);
             }
             Up::Heartbeat(heartbeat) => {
@@ -468,34 +471,6 @@ impl Tracker {
             }
         }
         Vec::new()
-    }
-
-    /// A member that opens its data goes on: that is progress, too, before the first step. Its
-    /// count of life is bounded by what there is to read, so this cannot go on for ever.
-    fn loaded(&mut self, name: &str, attempt: u32, life: u64, now: Millis) {
-        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt && !gang.stepped);
-        if !gang.is_some_and(|gang| self.present.loading.contains_key(name) || gang.has(name)) {
-            return;
-        }
-        let seen = self.present.loading.entry(name.to_string()).or_default();
-        if life > *seen {
-            *seen = life;
-            self.observed.record.progressed_at = now;
-        }
-    }
-
-    /// After their last step the members exchange empty ones until their last checkpoint is
-    /// committed. While those go on the job does, too, however long storage is away: the members
-    /// give up by themselves after an hour.
-    fn waits(&mut self, name: &str, attempt: u32, collective: u64, now: Millis) {
-        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
-        if !gang.is_some_and(|gang| self.present.waiting.contains_key(name) || gang.has(name)) {
-            return;
-        }
-        let seen = self.present.waiting.insert(name.to_string(), collective);
-        if seen.is_some_and(|seen| collective > seen) {
-            self.observed.record.progressed_at = now;
-        }
     }
 
     fn rejoined(&mut self, name: &str, attempt: u32, now: Millis) {

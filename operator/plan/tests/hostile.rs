@@ -19,10 +19,11 @@ const EFFECTS_MAX: usize = 40;
 /// Of the status of a gang of two, whatever its workers say.
 const STATUS_BYTES_MAX: usize = 32 << 10;
 
-const EVENTS: [&str; 20] = [
+const EVENTS: [&str; 22] = [
     "WorkerStarted", "WorkerLost", "EngineStarted", "EngineLost", "AttemptStarted", "Resumed",
     "AttemptsClaimed", "CheckpointCommitted", "CheckpointRefused", "CheckpointRemoved",
-    "CheckpointDegraded", "CheckpointRecovered", "Recovered", "StateSaved", "Warning",
+    "CheckpointDegraded", "CheckpointRecovered", "DataDegraded", "DataRecovered", "Recovered",
+    "StateSaved", "Warning",
     "JobCompleted", "JobFailed", "JobSuspended", "Interrupted", "Resumed",
 ];
 

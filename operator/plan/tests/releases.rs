@@ -131,6 +131,8 @@ fn what_a_leader_of_before_does_not_understand_is_known() {
         EventKind::EngineLost,
         EventKind::CheckpointDegraded,
         EventKind::CheckpointRecovered,
+        EventKind::DataDegraded,
+        EventKind::DataRecovered,
         EventKind::ExchangeChosen,
     ];
     let new: Vec<EventKind> = all
@@ -138,8 +140,9 @@ fn what_a_leader_of_before_does_not_understand_is_known() {
         .filter(|kind| !said.contains(serde_json::to_value(kind).expect("JSON").as_str().unwrap()))
         .collect();
     use EventKind::{CheckpointDegraded, CheckpointRecovered, EngineLost, EngineStarted};
+    use EventKind::{DataDegraded, DataRecovered, ExchangeChosen};
     let known = [EngineStarted, EngineLost, CheckpointDegraded, CheckpointRecovered];
-    assert_eq!(new, [&known[..], &[EventKind::ExchangeChosen]].concat());
+    assert_eq!(new, [&known[..], &[DataDegraded, DataRecovered, ExchangeChosen]].concat());
 }
 
 const NOW: u64 = 1_800_000_000_000;

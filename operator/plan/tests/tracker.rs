@@ -201,7 +201,7 @@ fn a_layout_is_remembered_as_long_as_a_snapshot_of_it_is_held() {
 }
 
 /// Data that take hours to open do not end an attempt that goes on with it; data that stand still
-/// do, and so does life after the first step.
+/// do. A member that waits for its data says so later, too, and no attempt is broken for it.
 #[test]
 fn opening_the_data_is_progress_while_it_goes_on() {
     let mut world = World::new(Setup::default());
@@ -237,8 +237,50 @@ fn opening_the_data_is_progress_while_it_goes_on() {
     let before = stepping.observed().record.progressed_at;
     let name = stepping.sims.keys().next().expect("a worker").clone();
     stepping.now += 30_000;
-    stepping.tracker.heard(&name, 1, &beat(9), stepping.now);
-    assert_eq!(stepping.observed().record.progressed_at, before);
+    stepping.tracker.heard(&name, 0, &beat(9), stepping.now);
+    assert_eq!(stepping.observed().record.progressed_at, before, "of another attempt");
+    // 900 s of one read, in steps of half a second: the step timeout is one minute.
+    let attempt_before = attempt(&stepping);
+    for half_second in 1..=1800 {
+        stepping.now += 500;
+        stepping.tracker.heard(&name, 1, &beat(9 + half_second), stepping.now);
+        stepping.settle();
+    }
+    assert_eq!(attempt(&stepping), attempt_before);
+    assert!(stepping.observed().record.restarts.is_empty());
+    // It says nothing any more: that is a hang again.
+    for _ in 0..130 {
+        stepping.now += 500;
+        stepping.tracker.heard(&name, 1, &beat(1809), stepping.now);
+        stepping.settle();
+    }
+    assert_ne!(attempt(&stepping), attempt_before);
+}
+
+#[test]
+fn data_that_are_late_are_a_condition_until_they_come() {
+    let mut world = running(Setup::default());
+    let names: Vec<String> = world.sims.keys().cloned().collect();
+    let says = |kind, reason: &str, rank: u64| {
+        let message = format!("rank {rank}: it has waited for its data for 20 s");
+        said::of_kind(kind, 1, reason, &message)
+    };
+    let late = |world: &World| world.observed().late_data.len();
+    let degraded = says(EventKind::DataDegraded, "StorageSlow", 1);
+    world.tracker.heard(&names[1], 1, &degraded, world.now);
+    world.tracker.heard("a stranger", 1, &degraded, world.now);
+    world.tracker.heard(&names[0], 0, &degraded, world.now);
+    assert_eq!(late(&world), 1);
+    let (reason, message) = &world.observed().late_data[&names[1]];
+    assert_eq!(reason, "StorageSlow");
+    assert!(message.contains("for 20 s"), "{message}");
+    world.tracker.heard(&names[0], 1, &degraded, world.now);
+    assert_eq!(late(&world), 2);
+    for name in &names[..2] {
+        let recovered = says(EventKind::DataRecovered, "Read", 0);
+        world.tracker.heard(name, 1, &recovered, world.now);
+    }
+    assert_eq!(late(&world), 0);
 }
 
 #[test]

@@ -107,6 +107,13 @@ impl Default for Config {
 }
 
 impl Config {
+    /// For so many ranks: the more there are, the longer they take to meet.
+    pub fn for_ranks(world: u32) -> Config {
+        const MEET_EACH: Duration = Duration::from_millis(50);
+        let config = Config::default();
+        Config { meet_limit: config.meet_limit + MEET_EACH * world, ..config }
+    }
+
     /// For a thread that may not drive the GPU.
     pub(crate) fn enter(&self) {
         if let Some(Enter(enter)) = &self.enter {

@@ -194,18 +194,21 @@ pub struct Heartbeat {
     /// Number of the collective it is in, since the attempt began.
     pub collective: u64,
     pub held: Vec<Held>,
-    /// While it opens its data.
+    /// From the beginning of an attempt on. A leader of an earlier release looks at it before the
+    /// first step alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loading: Option<Loading>,
 }
 
-/// How far a worker is with opening its data. Bytes of files that an index knows count as done.
+/// How far a worker is with opening its data, and with the checkpoint that it begins with. Bytes of
+/// files that an index knows count as done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Loading {
     pub bytes_done: u64,
     pub bytes: u64,
-    /// Grows whenever this worker, or another that it waits for, has done something.
+    /// Grows whenever this worker, or another that it waits for, has done something, and while one
+    /// of its ranks waits for storage, as long as its patience lasts.
     pub life: u64,
 }
 

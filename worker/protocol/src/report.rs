@@ -253,6 +253,11 @@ pub enum EventKind {
     CheckpointDegraded,
     /// Checkpoints are committed as they are due again.
     CheckpointRecovered,
+    /// A rank waits for its data, or cannot read them at present and tries again: `rank`, `node`,
+    /// `seconds` so far. Nothing is lost by it but time.
+    DataDegraded,
+    /// They are read again; `seconds` is how long that took.
+    DataRecovered,
     Recovered,
     StateSaved,
     /// Something that the user may not have meant, and that keeps nothing from running.

@@ -14,6 +14,7 @@ mod telling;
 mod turns;
 mod ways;
 mod resume;
+mod together;
 mod products;
 pub mod records;
 pub mod recorder;

@@ -4,6 +4,7 @@
 //! oldest go, and a line says how many.
 
 use crate::attempt::records::{Records, event, print};
+use crate::disk::Disk;
 use crate::failure::chain;
 use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use std::collections::VecDeque;
@@ -83,15 +84,16 @@ impl Recorder {
     /// # Errors
     /// No thread could be started.
     pub fn start(directory: PathBuf, attempt: u32, echo: bool) -> std::io::Result<Recorder> {
-        Recorder::start_with(Unwritten::default(), directory, attempt, echo)
+        Recorder::start_with(Unwritten::default(), Disk::real(), directory, attempt, echo)
     }
 
-    /// The same with lines that the one before could not write.
+    /// The same by way of `disk`, with lines that the one before could not write.
     ///
     /// # Errors
     /// No thread could be started.
     pub fn start_with(
         Unwritten(lines): Unwritten,
+        disk: Disk,
         directory: PathBuf,
         attempt: u32,
         echo: bool,
@@ -99,7 +101,7 @@ impl Recorder {
         let state = Mutex::new(State { lines, ..State::default() });
         let shared = Arc::new(Shared { state, ..Shared::default() });
         let theirs = Arc::clone(&shared);
-        let work = move || append_all(&directory, attempt, &theirs);
+        let work = move || append_all((&disk, &directory), attempt, &theirs);
         std::thread::Builder::new().name("records".to_string()).spawn(work)?;
         Ok(Recorder { shared, echo, asides: Vec::new() })
     }
@@ -217,7 +219,7 @@ fn next(shared: &Shared) -> Next {
     }
 }
 
-fn append_all(directory: &std::path::Path, attempt: u32, shared: &Shared) {
+fn append_all((disk, directory): (&Disk, &std::path::Path), attempt: u32, shared: &Shared) {
     let mut records: Option<Records> = None;
     loop {
         let next = next(shared);
@@ -230,7 +232,7 @@ fn append_all(directory: &std::path::Path, attempt: u32, shared: &Shared) {
             Next::Append(_) | Next::TellLost(_) => {
                 let records = match &mut records {
                     Some(records) => records,
-                    none => none.insert(Records::open(directory)?),
+                    none => none.insert(Records::open_on(disk, directory)?),
                 };
                 match &next {
                     Next::Append(Line::Step(report)) => records.step(report),

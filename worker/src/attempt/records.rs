@@ -1,6 +1,6 @@
 //! `metrics.jsonl` and `events.jsonl`: appended a line at a time, never rewritten.
 
-use crate::checkpoint::Disk;
+use crate::disk::{Disk, Effect};
 use moejob_protocol::report::{Detail, Event, EventKind, StepReport};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -25,6 +25,7 @@ pub struct Records {
 
 #[derive(Debug)]
 struct Lines {
+    disk: Disk,
     path: PathBuf,
     file: File,
 }
@@ -36,14 +37,23 @@ impl Records {
     /// # Errors
     /// Names the file.
     pub fn open(directory: &Path) -> Result<Records, RecordsError> {
+        Records::open_on(&Disk::real(), directory)
+    }
+
+    /// By way of `disk`; nothing is tried twice.
+    ///
+    /// # Errors
+    /// Names the file.
+    pub fn open_on(disk: &Disk, directory: &Path) -> Result<Records, RecordsError> {
         let failed = |source| RecordsError { path: directory.to_path_buf(), source };
-        Disk::real().create_directories(directory).map_err(failed)?;
+        disk.create_directories(directory).map_err(failed)?;
         let (metrics, events) = (directory.join("metrics.jsonl"), directory.join("events.jsonl"));
         let is_new = !metrics.exists() || !events.exists();
-        let records = Records { metrics: Lines::open(metrics)?, events: Lines::open(events)? };
+        let records =
+            Records { metrics: Lines::open(disk, metrics)?, events: Lines::open(disk, events)? };
         if is_new {
             // Lines that are synced last no longer than the name of their file.
-            Disk::real().sync_directory(directory).map_err(failed)?;
+            disk.sync_directory(directory).map_err(failed)?;
         }
         Ok(records)
     }
@@ -65,28 +75,34 @@ impl Records {
     /// # Errors
     /// Names the file.
     pub fn sync(&self) -> Result<(), RecordsError> {
-        let failed = |source| RecordsError { path: self.metrics.path.clone(), source };
-        self.metrics.file.sync_data().map_err(failed)
+        let Lines { disk, path, file } = &self.metrics;
+        let synced = disk.before(Effect::Sync(path)).and_then(|()| file.sync_data());
+        synced.map_err(|source| RecordsError { path: path.clone(), source })
     }
 }
 
 impl Lines {
-    fn open(path: PathBuf) -> Result<Lines, RecordsError> {
+    fn open(disk: &Disk, path: PathBuf) -> Result<Lines, RecordsError> {
         let opened = (|| {
+            disk.before(Effect::Create(&path))?;
             let mut file = OpenOptions::new().read(true).append(true).create(true).open(&path)?;
             cut_torn_line(&mut file)?;
             Ok(file)
         })();
         match opened {
-            Ok(file) => Ok(Lines { path, file }),
+            Ok(file) => Ok(Lines { disk: disk.clone(), path, file }),
             Err(source) => Err(RecordsError { path, source }),
         }
     }
 
     /// One write a line, so that two writers of a file never mix within one.
     fn append(&mut self, line: &impl serde::Serialize) -> Result<(), RecordsError> {
-        let written = text_of(line).and_then(|text| self.file.write_all(&text));
-        written.map_err(|source| RecordsError { path: self.path.clone(), source })
+        let Lines { disk, path, file } = self;
+        let written = text_of(line).and_then(|text| {
+            disk.before(Effect::Write(path))?;
+            file.write_all(&text)
+        });
+        written.map_err(|source| RecordsError { path: path.clone(), source })
     }
 }
 

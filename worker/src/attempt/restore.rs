@@ -1,16 +1,19 @@
 //! The state that an attempt begins with.
 
+use crate::attempt::api::{Control, Wait};
 use crate::attempt::records::event;
 use crate::attempt::resume::{self, Sums};
-use crate::attempt::stop::{Stop, fail};
-use crate::attempt::trainer::{Trainer, start_from};
-use crate::checkpoint::{Expected, Refusal, differences, load, look, show};
+use crate::attempt::stop::{Stop, fail, stumbled};
+use crate::attempt::together::Verifiers;
+use crate::attempt::trainer::Trainer;
+use crate::checkpoint::{Disk, Expected, Refusal, differences, load, look, show};
 use crate::data::{Corpus, Listing};
 use crate::engine::model::Model;
+use crate::hf::{self, Weights};
 use crate::gang::comm::{AbortHandle, Comm};
 use crate::state::moves::scatter;
 use crate::state::rank::RankState;
-use crate::state::snapshot::initialize;
+use crate::state::snapshot::initialize_telling;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Event, EventKind};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
@@ -26,14 +29,18 @@ impl Trainer {
         corpus: &Corpus,
         model: &mut Model,
         comm: &mut Comm,
+        (disk, control): (&Disk, &Control),
         tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
     ) -> Result<Option<Sums>, Stop> {
         let mut comparing = None;
         match &config.resume {
             Resume::Fresh => match &config.model_from {
-                None => initialize(model, config.training.seed),
+                None => {
+                    let tell = &mut || control.stir();
+                    initialize_telling(model, config.training.seed, tell);
+                }
                 Some(path) => {
-                    for refused in start_from(Path::new(path), model, comm)? {
+                    for refused in start_from(Path::new(path), model, comm, (disk, control))? {
                         let (kind, message) =
                             (EventKind::Warning, format!("spec.model.from: {refused}"));
                         tell(event(config.attempt, kind, "OlderCheckpoint", message, []))?;
@@ -43,9 +50,12 @@ impl Trainer {
             Resume::Checkpoint { step, name } => {
                 let directory = PathBuf::from(&config.checkpoint.location).join(name);
                 let abort = comm.abort_handle();
-                let loaded =
-                    self.restore_checkpoint(&directory, config, corpus, model, &abort)?;
-                resume::agree_on_loaded(config, &self.disk, comm, *step, loaded, tell)?;
+                let loaded = control.waiting(Wait::Storage, || {
+                    self.restore_checkpoint((&directory, disk), config, corpus, model, &abort)
+                })?;
+                let location = Path::new(&config.checkpoint.location);
+                let verifiers = Verifiers { comm, disk, control, location, failed: None };
+                resume::agree_on_loaded(config, verifiers, *step, loaded, tell)?;
             }
             Resume::Memory { layout, sources, .. } => {
                 let rank = model.rank;
@@ -81,33 +91,75 @@ impl Trainer {
     /// damaged is the inner error. Storage that fails is waited for.
     fn restore_checkpoint(
         &self,
-        directory: &Path,
+        (directory, disk): (&Path, &Disk),
         config: &WorkerConfig,
         corpus: &Corpus,
         model: &mut Model,
         abort: &AbortHandle,
     ) -> Result<Result<(), Refusal>, Stop> {
         let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let until = Instant::now() + self.patience.start;
+        let until = disk.now() + self.patience.start;
         let location = Path::new(&config.checkpoint.location);
         loop {
-            let loaded = match show(&self.disk, directory) {
+            let loaded = match show(disk, directory) {
                 Ok(manifest) => {
                     of_this_job(&manifest, name, config, corpus, model)?;
-                    load(&self.disk, directory, &manifest, model)
+                    load(disk, directory, &manifest, model)
                 }
                 Err(problems) => Err(Refusal::of(name, problems)),
             };
-            let away = || look::is_empty(&self.disk, location).unwrap_or(true);
+            // What stumbled was tried again already.
+            let away = || look::is_empty(disk, location).unwrap_or(true);
             match loaded {
-                Err(refusal) if Instant::now() < until && (refusal.may_heal() || away()) => {
+                Err(refusal) if disk.now() < until && !refusal.may_heal() && away() => {
                     abort.check()?;
-                    std::thread::sleep(self.patience.retry);
+                    disk.pause(self.patience.retry);
                 }
-                loaded => return Ok(loaded),
+                loaded => {
+                    // Of an attempt that is over nothing is said of the checkpoint.
+                    abort.check()?;
+                    return Ok(loaded);
+                }
             }
         }
     }
+}
+
+/// Weights that others trained, the same on every rank; gives what rank 0 tells of newer ones that
+/// are refused.
+fn start_from(
+    path: &Path,
+    model: &mut Model,
+    comm: &mut Comm,
+    (disk, control): (&Disk, &Control),
+) -> Result<Vec<String>, Stop> {
+    let refused = |refusal: Refusal| {
+        if refusal.may_heal() {
+            return stumbled(&format!("spec.model.from: {refusal}"));
+        }
+        let advice = "leave out of spec.model what the weights say; `moejob checkpoint import` of \
+                      the directory lists what else is wrong";
+        fail(3, &format!("spec.model.from: {refusal}"), advice)
+    };
+    let first = comm.rank() == 0;
+    let read = control.waiting(Wait::Storage, || {
+        let weights = Weights::open_on(disk, path)?;
+        if first {
+            weights.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+        }
+        disk.progress().expect(weights.bytes());
+        let own = hf::load(&weights, model)?;
+        Ok((own, weights.passed_over().to_vec()))
+    });
+    let (own, passed_over) = read.map_err(refused)?;
+    for (rank, other) in comm.gather_all(&own, own.len())?.iter().enumerate() {
+        if *other != own {
+            let (path, me) = (path.display(), comm.rank());
+            let message = format!("{path} holds other weights for rank {rank} than for rank {me}");
+            return Err(fail(3, &message, "give every node the same files"));
+        }
+    }
+    Ok(if first { passed_over } else { Vec::new() })
 }
 
 /// Refuses a checkpoint of another job, model or data.
@@ -150,4 +202,21 @@ fn data_changes(
     let of_it = kept.fingerprint == manifest.data_fingerprint;
     let differs = manifest.data_fingerprint != corpus.fingerprint();
     kept.changes(&corpus.listing().filter(|_| of_it && differs)?)
+}
+
+/// All ranks read the same text.
+pub(super) fn agree_on_data(corpus: &Corpus, comm: &mut Comm) -> Result<(), Stop> {
+    let own = corpus.fingerprint().as_bytes();
+    for (rank, other) in comm.gather_all(own, 256)?.iter().enumerate() {
+        if other != own {
+            let message = format!(
+                "rank {rank} reads other data than rank {}: fingerprints {} and {}",
+                comm.rank(),
+                String::from_utf8_lossy(other),
+                corpus.fingerprint()
+            );
+            return Err(fail(3, &message, "give every node the same files"));
+        }
+    }
+    Ok(())
 }

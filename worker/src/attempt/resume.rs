@@ -4,19 +4,18 @@
 //! before it was lost with the news), and it cannot know that a checkpoint is damaged. Rank 0 tells
 //! it what is there, all ranks stop without a step, and the next attempt resumes from that.
 
-use crate::attempt::api::TrainerEvent;
+use crate::attempt::api::{TrainerEvent, Wait};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::Patience;
-use crate::attempt::stop::{Stop, fail, no_thread, storage_failed};
+use crate::attempt::stop::{Stop, fail, no_thread, storage_failed, stumbled};
+use crate::attempt::together::Verifiers;
 use crate::checkpoint::desk::Desk;
 use crate::checkpoint::aside::{WAYS_ON, set_aside};
 use crate::checkpoint::fence::{self, FenceError};
 use crate::checkpoint::look::{Looked, claim_of_another, others_claims, resumed_step};
-use crate::checkpoint::{
-    Depth, Disk, Newest, Refusal, newest_under, newest_usable, verify,
-};
-use crate::gang::comm::{AbortHandle, Comm, CommError};
+use crate::checkpoint::{Disk, Found, Newest, Refusal, newest_by};
+use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::RankState;
 use crate::state::slot::Slot;
 use crate::state::slots::Memory;
@@ -25,7 +24,6 @@ use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -53,25 +51,30 @@ pub(crate) struct FoundStorage {
 /// was found.
 pub(crate) fn open_storage(
     config: &WorkerConfig,
-    disk: &Disk,
     desk: &Desk,
     patience: &Patience,
-    comm: &mut Comm,
+    mut verifiers: Verifiers,
     out: &mut dyn FnMut(TrainerEvent),
 ) -> Result<FoundStorage, Stop> {
-    let (mut opened, mut refused) = (Opened::Ready, Vec::new());
-    if comm.rank() == 0 {
-        let mut tell = |event: TrainerEvent| {
-            if let TrainerEvent::Event(event) = &event
-                && event.event == EventKind::CheckpointRefused
-            {
-                refused.push(event.clone());
-            }
-            out(event);
-        };
-        opened = first_rank_opens(config, disk, desk, patience, &comm.abort_handle(), &mut tell)?;
+    if verifiers.comm.rank() > 0 {
+        let found = FoundStorage { trouble: None, refused: Vec::new() };
+        return if verifiers.help()? { Err(Stop::Elsewhere) } else { Ok(found) };
     }
-    if first_rank_says(comm, matches!(opened, Opened::Elsewhere))? {
+    let mut refused = Vec::new();
+    let mut tell = |event: TrainerEvent| {
+        if let TrainerEvent::Event(event) = &event
+            && event.event == EventKind::CheckpointRefused
+        {
+            refused.push(event.clone());
+        }
+        out(event);
+    };
+    let opened = first_rank_opens(config, desk, patience, &mut verifiers, &mut tell);
+    if let Some(error) = verifiers.failed.take() {
+        return Err(error.into());
+    }
+    let opened = opened?;
+    if verifiers.end(matches!(opened, Opened::Elsewhere))? {
         return Err(Stop::Elsewhere);
     }
     let trouble = match opened {
@@ -83,23 +86,24 @@ pub(crate) fn open_storage(
 
 fn first_rank_opens(
     config: &WorkerConfig,
-    disk: &Disk,
     desk: &Desk,
     patience: &Patience,
-    abort: &AbortHandle,
+    verifiers: &mut Verifiers,
     out: &mut dyn FnMut(TrainerEvent),
 ) -> Result<Opened, Stop> {
-    let until = Instant::now() + patience.start;
+    let (disk, control, abort) = (verifiers.disk, verifiers.control, verifiers.abort());
+    let until = disk.now() + patience.start;
     let (mut told, mut looked_at_newer) = (false, false);
     loop {
-        let (trouble, mistake) = match desk.look(looked_at_newer, now(), patience.answer) {
+        let look = || desk.look(looked_at_newer, now(), patience.answer);
+        let (trouble, mistake) = match control.waiting(Wait::Storage, look) {
             Some(Looked::Claimed | Looked::Later) => return Ok(Opened::Ready),
             Some(Looked::Taken { attempt }) => {
                 out(TrainerEvent::Event(taken_event(config, attempt)));
                 return Ok(Opened::Elsewhere);
             }
             Some(Looked::Fenced { claimed }) => return Err(Stop::Fenced(claimed)),
-            Some(Looked::Newer) => match newer(config, disk) {
+            Some(Looked::Newer) => match newer(config, verifiers) {
                 Ok(Newest { usable: Some(found), .. }) => {
                     out(TrainerEvent::Event(found_event(config, found.step, found.name)));
                     // An earlier job's: its attempts are told at once, so that the next attempt
@@ -124,10 +128,14 @@ fn first_rank_opens(
             Some(Looked::Failed { why, is_mistake }) => (why, is_mistake),
             None => (format!("{} gives no answer", config.checkpoint.location), false),
         };
+        abort.check()?;
         // What a user has mistyped is told at once.
         let first = config.attempt == 1 && matches!(config.resume, Resume::Fresh);
-        if first && mistake || Instant::now() >= until {
+        if first && mistake {
             return Err(storage_failed(&trouble));
+        }
+        if disk.now() >= until {
+            return Err(stumbled(&trouble));
         }
         if matches!(config.resume, Resume::Memory { .. }) {
             return Ok(Opened::Without(trouble));
@@ -137,8 +145,7 @@ fn first_rank_opens(
             let kind = EventKind::CheckpointDegraded;
             out(TrainerEvent::Event(event(config.attempt, kind, "StorageFails", message, [])));
         }
-        abort.check()?;
-        std::thread::sleep(patience.retry);
+        control.waiting(Wait::Storage, || disk.pause(patience.retry));
     }
 }
 
@@ -149,12 +156,13 @@ fn taken_event(config: &WorkerConfig, attempt: u32) -> Event {
     event(config.attempt, EventKind::AttemptsClaimed, "EarlierJob", message, details)
 }
 
-/// The newest whole one of the checkpoints beyond what is resumed from. Every byte is read, which
-/// takes its time.
-fn newer(config: &WorkerConfig, disk: &Disk) -> Result<Newest, FenceError> {
-    let location = Path::new(&config.checkpoint.location);
+/// The newest whole one of the checkpoints beyond what is resumed from. Every byte is read, by all
+/// ranks, which takes its time.
+fn newer(config: &WorkerConfig, verifiers: &mut Verifiers) -> Result<Newest, FenceError> {
+    let (disk, location) = (verifiers.disk, verifiers.location);
     let claims = others_claims(config, disk)?;
-    newest_under(disk, location, resumed_step(config), &claims, Depth::Bytes)
+    let verify = &mut |found: &Found| verifiers.verify(&found.name).map(|_| ());
+    newest_by(disk, location, resumed_step(config), &claims, verify)
 }
 
 /// Nothing beyond what is resumed from can be used. What is refused is set aside and told, so that
@@ -197,21 +205,47 @@ fn refused_event(config: &WorkerConfig, refusal: &Refusal, behind: &str) -> Even
     event(config.attempt, EventKind::CheckpointRefused, reason, message, details)
 }
 
+/// What a rank says of the checkpoint that it should load: 1, it is damaged; 2, storage stumbles.
+const DAMAGED: u8 = 1;
+const STUMBLES: u8 = 2;
+
 /// After each rank has tried to load its part of the checkpoint at `step`: where it is damaged, the
-/// newest one that is whole takes its place.
+/// newest one that is whole takes its place. Where storage stumbles nothing is known of it.
 pub(crate) fn agree_on_loaded(
     config: &WorkerConfig,
-    disk: &Disk,
-    comm: &mut Comm,
+    mut verifiers: Verifiers,
     step: u64,
     loaded: Result<(), Refusal>,
     tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
 ) -> Result<(), Stop> {
-    let own = [u8::from(loaded.is_err())];
-    let damaged = comm.gather_all(&own, own.len())?.iter().position(|of| of == &[1]);
-    let Some(damaged) = damaged else { return Ok(()) };
-    let found = comm.rank() == 0 && look_for_other(config, disk, step, tell)?;
-    if first_rank_says(comm, found)? {
+    let own = match &loaded {
+        Ok(()) => 0,
+        Err(refusal) if refusal.may_heal() => STUMBLES,
+        Err(_) => DAMAGED,
+    };
+    let all = verifiers.comm.gather_all(&[own], 1)?;
+    let first = |word: u8| all.iter().position(|of| of == &[word]);
+    let Some(damaged) = first(DAMAGED) else {
+        return match (first(STUMBLES), loaded) {
+            (None, _) => Ok(()),
+            (Some(_), Err(refusal)) => Err(stumbled(&refusal.to_string())),
+            (Some(rank), Ok(())) => {
+                let message = format!("rank {rank} cannot read the checkpoint of step {step}");
+                Err(stumbled(&message))
+            }
+        };
+    };
+    let found = match verifiers.comm.rank() {
+        0 => {
+            let found = look_for_other(config, &mut verifiers, step, tell);
+            if let Some(error) = verifiers.failed.take() {
+                return Err(error.into());
+            }
+            verifiers.end(found?)?
+        }
+        _ => verifiers.help()?,
+    };
+    if found {
         return Err(Stop::Elsewhere);
     }
     match loaded {
@@ -224,19 +258,25 @@ pub(crate) fn agree_on_loaded(
 }
 
 /// Tells what is damaged and what can be used instead, if there is such. A checkpoint that is whole
-/// to rank 0 is not told as damaged, whatever another rank has seen of it: the two would be told in
-/// turn.
+/// to all who have looked at it once more is not told as damaged, whatever another rank has seen of
+/// it: the two would be told in turn.
 fn look_for_other(
     config: &WorkerConfig,
-    disk: &Disk,
+    verifiers: &mut Verifiers,
     step: u64,
     tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
 ) -> Result<bool, Stop> {
-    let location = Path::new(&config.checkpoint.location);
+    let (disk, location) = (verifiers.disk, verifiers.location);
     let name = moejob_protocol::checkpoint::directory_name(step);
-    let Err(problems) = verify(disk, &location.join(&name)) else { return Ok(false) };
-    let Some(usable) = newest_usable(disk, location)?.usable else { return Ok(false) };
+    let Err(problems) = verifiers.verify(&name) else { return Ok(false) };
     let refusal = Refusal::of(&name, problems);
+    if refusal.may_heal() {
+        return Err(stumbled(&refusal.to_string()));
+    }
+    let claims = fence::claims(disk, location)?;
+    let verify = &mut |found: &Found| verifiers.verify(&found.name).map(|_| ());
+    let newest = newest_by(disk, location, None, &claims, verify)?;
+    let Some(usable) = newest.usable else { return Ok(false) };
     tell(refused_event(config, &refusal, &format!("{} is used", usable.name)))?;
     tell(found_event(config, usable.step, usable.name))?;
     Ok(true)
@@ -245,12 +285,6 @@ fn look_for_other(
 fn found_event(config: &WorkerConfig, step: u64, name: String) -> Event {
     let details = [("step", Detail::Number(step))];
     event(config.attempt, EventKind::CheckpointCommitted, "Found", name, details)
-}
-
-fn first_rank_says(comm: &mut Comm, own: bool) -> Result<bool, Stop> {
-    let own = [u8::from(own)];
-    let all = comm.gather_all(&own, own.len())?;
-    Ok(all.first().is_some_and(|first| first == &[1]))
 }
 
 /// The shards in the memory of this rank's worker that the plan wants of its ranks.

@@ -11,9 +11,14 @@
 use crate::checkpoint::NOT_FINITE;
 use crate::checkpoint::desk::{Ask, Desk};
 use crate::checkpoint::writer::Rest;
+use crate::disk::Stamina;
 use crate::gang::step_end::StepEnd;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Resume;
 use std::collections::VecDeque;
 use std::iter;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
@@ -29,6 +34,8 @@ pub struct Patience {
     pub stop: Duration,
     /// The job's last checkpoint, without which its training was for nothing.
     pub end: Duration,
+    /// One read of the data, and a batch that has not come: what is shorter is no hang.
+    pub data: Duration,
     /// Between the first two tries of a thing that failed.
     pub retry: Duration,
     /// Bytes of state that checkpoints under way may hold beside the first one's: so jobs whose
@@ -41,12 +48,40 @@ impl Default for Patience {
     fn default() -> Patience {
         Patience {
             answer: Duration::from_secs(20),
-            start: Duration::from_secs(300),
+            start: Duration::from_secs(3600),
             stop: Duration::from_secs(45),
             end: Duration::from_secs(3600),
+            data: Duration::from_secs(3600),
             retry: Duration::from_millis(250),
             pending_bytes: 8 << 20,
         }
+    }
+}
+
+/// Storage that a job could be trained on takes so many bytes a second: what is larger may take
+/// longer.
+const STORAGE_RATE_MIN: u64 = 10 << 20;
+
+impl Patience {
+    /// For checkpoints of so many bytes.
+    pub(crate) fn for_state(self, bytes: u64) -> Patience {
+        Patience { end: self.end + Duration::from_secs(bytes / STORAGE_RATE_MIN), ..self }
+    }
+
+    /// Of an attempt's reads of its data. What a user has mistyped is told at once, where no
+    /// attempt before has found it.
+    pub(crate) fn of_data(&self, config: &WorkerConfig) -> Stamina {
+        self.stamina(config, self.data)
+    }
+
+    /// Of reads of a checkpoint, or of weights, that an attempt begins with.
+    pub(crate) fn of_start(&self, config: &WorkerConfig) -> Stamina {
+        self.stamina(config, self.start)
+    }
+
+    fn stamina(&self, config: &WorkerConfig, longest: Duration) -> Stamina {
+        let first = config.attempt == 1 && matches!(config.resume, Resume::Fresh);
+        Stamina { longest, retry: self.retry, known: Arc::new(AtomicBool::new(!first)) }
     }
 }
 

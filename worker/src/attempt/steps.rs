@@ -9,17 +9,18 @@ use crate::attempt::snapshots::{Goes, Leaving, Over, Taken};
 use crate::attempt::start::Start;
 use crate::attempt::telling::Clock;
 use crate::attempt::saves::{Ends, Patience, Saves};
-use crate::data::{Corpus, Feeder};
+use crate::data::{Batch, Batches, Corpus, DataError, Feeder};
 use crate::engine::patience::OTHERWISE;
 use crate::state::slots::Memory;
-use crate::engine::step::{Engine, StepSummary};
-use crate::engine::validate::Validation;
+use crate::engine::step::{Engine, StepError, StepSummary};
+use crate::engine::validate::{HeldOut, Validation};
+use crate::gang::comm::AbortHandle;
 use crate::gang::step_end::{self, StepEnd};
 use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
 use crate::attempt::stop::{Stop, fail};
 use crate::gang::comm::CommError;
 use crate::attempt::ways::Trying;
-use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::attempt::api::{AttemptEnd, Control, TrainerEvent, Wait};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
 use moejob_protocol::message::{Phase, Request};
@@ -86,6 +87,9 @@ pub(crate) struct Run<'a> {
 /// What to do about numbers that are not finite.
 const DIVERGED: &str = "lower the learning rate, warm up longer, or clip gradients";
 
+/// Whoever reads knows more of why a batch does not come, and gives up first.
+const BATCH_GRACE: Duration = Duration::from_secs(2);
+
 /// Between two empty steps that wait for storage: at first, and at most.
 pub(super) const STORAGE_POLL: Duration = Duration::from_millis(2);
 const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
@@ -93,14 +97,16 @@ const STORAGE_POLL_MAX: Duration = Duration::from_millis(100);
 const TOLD_AFTER: Duration = Duration::from_secs(2);
 
 impl Run<'_> {
+    /// The corpus is left empty where a read of it has not come back.
     pub fn train(&mut self, corpus: &mut Corpus) -> Result<AttemptEnd, Stop> {
         let training = &self.config.training;
         let model = &self.engine.model;
         let own = model.layout.mesh.micro_batches(model.rank, model.shape.micro_batches);
         let opened = std::mem::take(corpus);
-        let mut feeder = Feeder::start(opened, own, self.step, training.steps);
+        let feeder = Feeder::start(opened, own, self.step, training.steps);
+        let mut feeder = feeder.with_patience(self.patience.data + BATCH_GRACE);
         let ended = self.train_on(&mut feeder);
-        *corpus = feeder.into_corpus();
+        *corpus = feeder.into_corpus().unwrap_or_default();
         ended
     }
 
@@ -135,19 +141,21 @@ impl Run<'_> {
             drop(resumed);
         }
         let mut turns = Turns::new(self.schedule(), self.step, self.ahead);
-        if !turns.are_over() {
-            self.say()?;
-        }
+        let abort = self.engine.links.comm().abort_handle();
         let mut began = Instant::now();
+        self.say_ready(feeder, &turns)?;
         while !turns.are_over() {
             self.control.set_phase(Phase::Training);
             // A device that waits for another one does so within the limit of a step, and a peer
-            // may still copy its state or wait for data. So all of them are here first.
-            let heard = if self.ahead { Some(self.hear_within(OTHERWISE)?) } else { None };
+            // may still copy its state or wait for data. So all of them are here first. One that
+            // waits for data gives up by itself, so that whoever is longer on its way hangs.
+            let longest = self.patience.data + OTHERWISE;
+            let heard = if self.ahead { Some(self.hear_within(longest)?) } else { None };
+            let mut rounds = Rounds { feeder, control: self.control, abort: &abort };
             while let Some(step) = turns.begin() {
-                self.begin(step, feeder)?;
+                self.begin(step, &mut rounds)?;
             }
-            let summary = self.finish_step(feeder)?;
+            let summary = self.finish_step(&mut rounds)?;
             if self.sums.as_ref().is_some_and(Sums::are_made) {
                 self.compare()?;
             }
@@ -172,9 +180,7 @@ impl Run<'_> {
             self.keep(due)?;
             // The device has gone on meanwhile, unless no step is under way.
             began = if self.engine.is_settled() { Instant::now() } else { ended };
-            if !turns.are_over() {
-                self.say()?;
-            }
+            self.say_ready(feeder, &turns)?;
         }
         self.control.set_phase(Phase::Stopping);
         self.compare()?;
@@ -218,15 +224,31 @@ impl Run<'_> {
 
     /// The numbers of the oldest step that was begun. One that is not finite may have come from a
     /// fault of the machine: the engine has done the step once again then.
-    fn finish_step(&mut self, feeder: &mut Feeder) -> Result<StepSummary, Stop> {
-        let summary = self.engine.end(feeder)?;
+    fn finish_step(&mut self, rounds: &mut Rounds) -> Result<StepSummary, Stop> {
+        let summary = self.engine.end(rounds)?;
         let Some(what) = &summary.non_finite else { return Ok(summary) };
-        let began = self.engine.diagnose(self.step, feeder)?;
+        let began = self.engine.diagnose(self.step, rounds)?;
         let began = began.map(|place| format!("; it began in {place}")).unwrap_or_default();
         let number = self.step + 1;
         let message =
             format!("{what} is not finite at step {number}, twice: nothing was updated{began}");
         Err(fail(1, &message, DIVERGED))
+    }
+
+    /// Tells the others, with the step that is done next, that this rank has the batches for all
+    /// that is begun before it speaks again: no device waits for storage.
+    fn say_ready(&mut self, feeder: &mut Feeder, turns: &Turns) -> Result<(), Stop> {
+        if turns.are_over() {
+            return Ok(());
+        }
+        let mut next = turns.clone();
+        self.control.waiting(Wait::Data, || -> Result<(), StepError> {
+            while let Some(step) = next.begin() {
+                feeder.prepare(step)?;
+            }
+            Ok(())
+        })?;
+        self.say()
     }
 
     /// Tells the others, with the step that is done next, what this rank was asked, and how far
@@ -344,8 +366,45 @@ impl Run<'_> {
         self.control.set_phase(Phase::Validating);
         let most = self.config.data.validation.max_sequences;
         let began = Instant::now();
-        let measured = self.engine.validate(&mut feeder.corpus(), most)?;
+        let mut corpus = self.control.waiting(Wait::Data, || feeder.corpus());
+        let mut held_out = Watched { corpus: &mut corpus, control: self.control };
+        let measured = self.engine.validate(&mut held_out, most)?;
         self.clock.stalls.validation += began.elapsed().as_secs_f64();
         Ok(measured)
+    }
+}
+
+/// The micro-batches of steps, one after the other: each is life, and a chance to leave an attempt
+/// that is over.
+pub(crate) struct Rounds<'a> {
+    feeder: &'a mut Feeder,
+    control: &'a Control,
+    abort: &'a AbortHandle,
+}
+
+impl Batches for Rounds<'_> {
+    fn micro_batch(&mut self, step: u64, index: u32) -> Result<&Batch, DataError> {
+        if self.abort.is_aborted() {
+            return Err(DataError::GivenUp);
+        }
+        self.control.stir();
+        let Rounds { feeder, control, .. } = self;
+        control.waiting(Wait::Data, || feeder.micro_batch(step, index))
+    }
+}
+
+/// Held-out sequences, and that they are waited for.
+struct Watched<'a> {
+    corpus: &'a mut Corpus,
+    control: &'a Control,
+}
+
+impl HeldOut for Watched<'_> {
+    fn sequences(&self, most: u32) -> u32 {
+        self.corpus.held_out_sequences(most)
+    }
+
+    fn fill(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
+        self.control.waiting(Wait::Data, || self.corpus.fill_held_out(first, batch))
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::attempt::api::AttemptEnd;
 use crate::checkpoint::fence::FenceError;
+use crate::disk::may_heal;
 use crate::engine::links::NoLinks;
 use crate::engine::step::{OpenError, StepError, device_error};
 use crate::failure::{Failure, advice_on, chain};
@@ -53,6 +54,9 @@ impl From<FenceError> for Stop {
     fn from(error: FenceError) -> Stop {
         match error {
             FenceError::Fenced { claimed, .. } => Stop::Fenced(claimed),
+            FenceError::Io { ref source, .. } if may_heal(source) => {
+                stumbled(&format!("{error}: {source}"))
+            }
             FenceError::Io { ref source, .. } => storage_failed(&format!("{error}: {source}")),
         }
     }
@@ -120,6 +124,11 @@ pub(crate) fn storage_failed(message: &str) -> Stop {
 /// and its worker keeps what it holds.
 pub(crate) fn no_thread(what: &str, error: &std::io::Error) -> Stop {
     Stop::Comm(CommError::Aborted { reason: format!("there is no thread {what}: {error}") })
+}
+
+/// Storage stumbled for longer than patience lasts: another attempt may find it well.
+pub(crate) fn stumbled(message: &str) -> Stop {
+    fail(75, message, "have the storage looked at; the job goes on when it is well")
 }
 
 pub(crate) fn fail(exit_code: i32, message: &str, advice: &str) -> Stop {

@@ -1,6 +1,6 @@
 //! What one attempt tells of itself: on rank 0 a report of each step, and what happened between.
 
-use crate::attempt::api::TrainerEvent;
+use crate::attempt::api::{TrainerEvent, Wait};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::records::{event, now};
 use crate::attempt::saves::News;
@@ -183,7 +183,7 @@ impl Run<'_> {
         if self.step > 0 || self.records.is_none() {
             return Ok(());
         }
-        let found = feeder.corpus().all_overlaps();
+        let found = self.control.waiting(Wait::Data, || feeder.corpus().all_overlaps());
         let Overlaps { files, named, documents } =
             found.map_err(|error| Stop::Failed(error.failure()))?;
         self.tell_doubled_documents(&documents)?;

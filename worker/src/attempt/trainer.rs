@@ -18,18 +18,20 @@ use crate::checkpoint::desk::Ask;
 use crate::checkpoint::{self, Disk};
 use crate::gang::comm::{Comm, CommError};
 use crate::data::{self, Corpus, DataError};
-use crate::hf::{self, Weights};
+use crate::hf;
 use crate::engine::model::Model;
 use crate::attempt::recorder::{Recorder, Unwritten};
 use crate::attempt::resume;
+use crate::attempt::restore::agree_on_data;
 use crate::attempt::start::{Passage, Start, fault_of};
 use crate::attempt::stop::{Stop, fail, no_thread, not_left, not_opened};
+use crate::attempt::together::Verifiers;
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::attempt::ways::Table;
 use crate::state::slots::Memory;
 use crate::engine::step::Engine;
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
-use crate::attempt::api::{AttemptEnd, Control, TrainerEvent};
+use crate::attempt::api::{AttemptEnd, Control, Shown, TrainerEvent, Wait};
 use crate::failure::Failure;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{Backend, DataConfig, Precision, Resume, TrainingConfig};
@@ -51,6 +53,8 @@ pub struct Trainer {
     corpus: Option<(DataConfig, TrainingConfig, Corpus)>,
     /// Where the next attempt asks for its data, which the worker has open.
     batches: Option<data::Desk>,
+    /// Where what is read is told.
+    pub(super) shown: Shown,
     /// What its GPU chose in the attempt before, for the next one.
     products: Option<String>,
     /// Which ways to exchange were the fastest.
@@ -99,9 +103,10 @@ impl Trainer {
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
         let (corpus, batches, products, ways) = (None, None, None, Table::default());
+        let shown = Shown::default();
         Trainer {
-            memory, desk, corpus, batches, products, ways, disk, patience, spoiled, ahead: false,
-            late: false, trained: false, unwritten: Unwritten::default(),
+            memory, desk, corpus, batches, shown, products, ways, disk, patience, spoiled,
+            ahead: false, late: false, trained: false, unwritten: Unwritten::default(),
         }
     }
 
@@ -173,13 +178,22 @@ impl Trainer {
             return Err(Stop::Failed(failure));
         }
         self.desk.attempt(config);
-        let mut start = Start::default();
+        let (mut start, abort) = (Start::default(), comm.abort_handle());
         let mut corpus = self.corpus(config, &mut comm, control)?;
         start.passed(Passage::Data);
         let ended = self.attempt_on(&mut corpus, config, comm, control, start, out);
-        // However it ended, the next one need not open it again.
-        self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
-        ended
+        // However it ended, the next one need not open it again, unless a read of it still hangs.
+        if corpus.sequence() > 0 {
+            self.corpus = Some((config.data.clone(), config.training.clone(), corpus));
+        }
+        match ended {
+            // A read that was not waited for any longer is no failure: the group says why.
+            Err(Stop::Failed(failure)) if failure == DataError::GivenUp.failure() => {
+                abort.check()?;
+                Err(Stop::Failed(failure))
+            }
+            ended => ended,
+        }
     }
 
     fn attempt_on(
@@ -194,10 +208,15 @@ impl Trainer {
         // What earlier attempts wrote is out of the way on all ranks before the first one looks.
         self.desk.settle();
         agree_on_data(corpus, &mut comm)?;
-        let (disk, desk, patience) = (&self.disk, &self.desk, &self.patience);
-        let found = resume::open_storage(config, disk, desk, patience, &mut comm, out)?;
+        let stamina = self.patience.of_start(config);
+        let disk = self.shown.disk(&self.disk, stamina, Wait::Storage, || false);
+        let location = Path::new(&config.checkpoint.location);
+        let (comm_, failed) = (&mut comm, None);
+        let verifiers = Verifiers { comm: comm_, disk: &disk, control, location, failed };
+        let (desk, patience) = (&self.desk, &self.patience);
+        let found = resume::open_storage(config, desk, patience, verifiers, out)?;
         let mut records = match comm.rank() {
-            0 => Some(recorder(config, std::mem::take(&mut self.unwritten))?),
+            0 => Some(recorder(config, &self.disk, std::mem::take(&mut self.unwritten))?),
             _ => None,
         };
         if let Some(records) = &mut records {
@@ -205,10 +224,12 @@ impl Trainer {
         }
         let rank = comm.rank();
         start.passed(Passage::Storage);
+        control.stir();
         let trained = self.trained;
         let refused = |error| not_opened(config.attempt, trained, error);
         let mut engine = Engine::open(config, rank, comm).map_err(refused)?;
         start.passed(Passage::Device);
+        control.stir();
         if self.late {
             engine.model.cut_late();
         }
@@ -221,14 +242,16 @@ impl Trainer {
         }
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
         let Engine { model, links, .. } = &mut engine;
-        let restored = self.restore(config, corpus, model, links.comm(), &mut tell);
+        let from = (&disk, control);
+        let restored = self.restore(config, corpus, model, links.comm(), from, &mut tell);
         if restored.is_err() {
             out(TrainerEvent::Held(self.memory.held()));
         }
         let sums = restored?;
         let kept = self.products.clone();
         let mut tell = |event: Event| resume::tell(event, records.as_ref(), out);
-        products::agree(config, &self.disk, kept, model, links.comm(), &mut tell)?;
+        let read = || products::agree(config, &disk, kept, model, links.comm(), &mut tell);
+        control.waiting(Wait::Storage, read)?;
         engine.links.meet().map_err(|error| refused(error.into()))?;
         self.trained = true;
         if let Some(built) = engine.links.take_built() {
@@ -265,7 +288,7 @@ impl Trainer {
             out,
             records,
             saves,
-            patience: self.patience,
+            patience: self.patience.for_state(state),
             engine,
             start,
             sums,
@@ -347,19 +370,29 @@ impl Trainer {
         control: &Control,
     ) -> Result<Corpus, Stop> {
         let abort = comm.abort_handle();
+        let begin = |disk: &Disk| {
+            self.shown.begin(control.clone(), Some(abort.clone()), disk.trouble());
+        };
         let opened = match (self.batches.take(), self.corpus.take()) {
             (Some(desk), _) => {
-                Corpus::behind(desk, &config.training, &|| abort.is_aborted())
+                begin(&self.disk);
+                let abort = abort.clone();
+                let open = || Corpus::behind(desk, &config.training, move || abort.is_aborted());
+                control.waiting(Wait::Data, open)
             }
             (None, Some((data, training, corpus)))
                 if data == config.data && training == config.training =>
             {
+                begin(corpus.disk());
                 Ok(corpus)
             }
             _ => {
-                let progress = control.progress().until(move || abort.is_aborted());
+                let stamina = self.patience.of_data(config);
+                let disk = self.shown.disk(&self.disk, stamina, Wait::Data, || false);
+                begin(&disk);
                 let (data, vocabulary) = (&config.data, config.model.vocab_size);
-                Corpus::open_telling(data, &config.training, vocabulary, &progress)
+                let open = || Corpus::open_on(&disk, data, &config.training, vocabulary);
+                control.waiting(Wait::Data, open)
             }
         };
         match opened {
@@ -393,10 +426,10 @@ impl Trainer {
 }
 
 /// Rank 0's records.
-fn recorder(config: &WorkerConfig, unwritten: Unwritten) -> Result<Recorder, Stop> {
+fn recorder(config: &WorkerConfig, disk: &Disk, unwritten: Unwritten) -> Result<Recorder, Stop> {
     let in_pod = std::env::var_os(ENV_WORKER).is_some();
-    let directory = PathBuf::from(&config.checkpoint.records);
-    let mut recorder = Recorder::start_with(unwritten, directory, config.attempt, in_pod)
+    let (disk, directory) = (disk.clone(), PathBuf::from(&config.checkpoint.records));
+    let mut recorder = Recorder::start_with(unwritten, disk, directory, config.attempt, in_pod)
         .map_err(|error| no_thread("for records", &error))?;
     let config = config.clone();
     recorder.aside(move || {
@@ -424,55 +457,10 @@ fn state_bytes(model: &Model) -> u64 {
     elements * 3 * model.shape.float_bytes
 }
 
-/// Weights that others trained, the same on every rank; gives what rank 0 tells of newer ones that
-/// are refused.
-pub(super) fn start_from(
-    path: &Path,
-    model: &mut Model,
-    comm: &mut Comm,
-) -> Result<Vec<String>, Stop> {
-    let refused = |refusal: crate::checkpoint::Refusal| {
-        let advice = "leave out of spec.model what the weights say; `moejob checkpoint import` of \
-                      the directory lists what else is wrong";
-        fail(3, &format!("spec.model.from: {refusal}"), advice)
-    };
-    let weights = Weights::open(path).map_err(refused)?;
-    if comm.rank() == 0 {
-        weights.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
-    }
-    let own = crate::hf::load(&weights, model).map_err(refused)?;
-    for (rank, other) in comm.gather_all(&own, own.len())?.iter().enumerate() {
-        if *other != own {
-            let (path, me) = (path.display(), comm.rank());
-            let message = format!("{path} holds other weights for rank {rank} than for rank {me}");
-            return Err(fail(3, &message, "give every node the same files"));
-        }
-    }
-    let first = comm.rank() == 0;
-    Ok(weights.passed_over().iter().filter(|_| first).cloned().collect())
-}
-
 fn gauge(config: &WorkerConfig, engine: &Engine) -> Option<Gauge> {
     let sequence = u64::from(config.training.sequence_length);
     let world = config.layout.mesh.world();
     Gauge::of(&engine.model.device, config.model.flops_per_token(sequence), world)
-}
-
-/// All ranks read the same text.
-fn agree_on_data(corpus: &Corpus, comm: &mut Comm) -> Result<(), Stop> {
-    let own = corpus.fingerprint().as_bytes();
-    for (rank, other) in comm.gather_all(own, 256)?.iter().enumerate() {
-        if other != own {
-            let message = format!(
-                "rank {rank} reads other data than rank {}: fingerprints {} and {}",
-                comm.rank(),
-                String::from_utf8_lossy(other),
-                corpus.fingerprint()
-            );
-            return Err(fail(3, &message, "give every node the same files"));
-        }
-    }
-    Ok(())
 }
 
 /// What this build cannot train, as the user's mistake.

@@ -11,10 +11,9 @@
 
 use crate::attempt::api::TrainerEvent;
 use crate::attempt::records::event;
-use crate::attempt::steps::Run;
+use crate::attempt::steps::{Rounds, Run};
 use crate::attempt::stop::{Stop, fail};
 use crate::attempt::trainer::Trainer;
-use crate::data::Feeder;
 use crate::gang::comm::Comm;
 use moejob_protocol::config::{Backend, Way, WorkerConfig};
 use moejob_protocol::mesh::Mesh;
@@ -380,7 +379,7 @@ impl Trying {
 
 impl Run<'_> {
     /// Begins a step, in its way.
-    pub(super) fn begin(&mut self, step: u64, feeder: &mut Feeder) -> Result<(), Stop> {
+    pub(super) fn begin(&mut self, step: u64, feeder: &mut Rounds) -> Result<(), Stop> {
         let Some(trying) = &mut self.trying else { return Ok(self.engine.begin(step, feeder)?) };
         self.engine.take_way(trying.begin(step), self.config.ranks);
         let began = Instant::now();

@@ -88,7 +88,7 @@ pub fn claims(disk: &Disk, location: &Path) -> Result<Vec<Claim>, FenceError> {
         let path = directory.join(name);
         let text = match disk.read(&path, CLAIM_BYTES_MAX) {
             Ok(text) => text,
-            Err(error) if super::disk::may_heal(&error) => return Err(io(&path)(error)),
+            Err(error) if crate::disk::may_heal(&error) => return Err(io(&path)(error)),
             Err(_) => Vec::new(),
         };
         let claim = Claim::unsealed(&text).filter(|claim| claim.attempt == attempt);

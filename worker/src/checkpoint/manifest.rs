@@ -1,8 +1,8 @@
 //! `manifest.json`: written last, guarded by its own hash, believed only after every check.
 
-use super::disk::may_heal;
 use super::values::float_named;
 use super::{Cause, Disk, Problem, Refusal};
+use crate::disk::may_heal;
 use moejob_kernels::LossScaling;
 use moejob_protocol::checkpoint::{
     CHECKPOINT_VERSION, CheckpointManifest, MANIFEST_BYTES_MAX, PARAMS_MAX, Part,

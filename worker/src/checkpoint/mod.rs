@@ -11,7 +11,6 @@
 pub mod aside;
 pub mod best;
 pub mod desk;
-mod disk;
 pub mod fence;
 mod grow;
 mod load;
@@ -24,25 +23,27 @@ pub(crate) mod safetensors;
 pub mod scribe;
 pub(crate) mod staging;
 pub(crate) mod values;
+mod verify;
 mod write;
 pub mod writer;
 
 pub use desk::Desk;
-pub use disk::{Disk, Effect, EndsAfter, Faults, NewFile};
+pub use crate::disk::{Disk, Effect, EndsAfter, Faults, NewFile};
 pub use grow::{Growth, grow, grown};
 pub(crate) use load::Shards;
 pub use load::load;
 pub(crate) use manifest::{PARTS, model_is_sane, value_differences};
 pub use manifest::{Expected, NOT_FINITE, check, differences, seal, unseal};
 pub use staging::Failed;
+pub use verify::{verify, verify_share};
 pub use write::{Committed, Identity, WriteError, commit, write_shard};
 pub use writer::Writer;
 
 use fence::FenceError;
 use moejob_protocol::CheckpointManifest;
 use moejob_protocol::checkpoint::{MANIFEST_BYTES_MAX, directory_name};
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use crate::disk::{GaveUp, OpenFile};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Tensors in the header of a shard of `bytes` bytes, once all of it has been checked.
@@ -50,7 +51,10 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// What is wrong with it, and where.
 pub fn shard_tensors(file: &File, bytes: u64) -> Result<usize, String> {
-    safetensors::read_header(file, bytes).map(|header| header.tensors.len())
+    let file = file.try_clone().map_err(|error| error.to_string())?;
+    let file = &OpenFile::of(&Disk::real(), file, Path::new("a shard"));
+    let header = safetensors::read_header(file, bytes).map_err(|error| error.to_string())?;
+    Ok(header.tensors.len())
 }
 
 /// One thing that is wrong with a checkpoint: a file or tensor, and why.
@@ -212,62 +216,6 @@ fn read(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem
     if problems.is_empty() { Ok(manifest) } else { Err(problems) }
 }
 
-/// Opens a regular file, never through a link and never waiting, and says how long it is.
-pub(crate) fn open(path: &Path) -> std::io::Result<(File, u64)> {
-    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path)?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(std::io::Error::other("it is no regular file"));
-    }
-    Ok((file, metadata.len()))
-}
-
-/// Reads every byte of a checkpoint and compares it with the manifest.
-///
-/// # Errors
-/// Everything that is wrong with it.
-pub fn verify(disk: &Disk, directory: &Path) -> Result<CheckpointManifest, Vec<Problem>> {
-    let manifest = read(disk, directory)?;
-    let mut problems = Vec::new();
-    for entry in &manifest.files {
-        problems.extend(verify_file(disk, &directory.join(&entry.name), entry).err());
-    }
-    if problems.is_empty() {
-        problems = load::verify_pieces(disk, directory, &manifest);
-    }
-    if problems.is_empty() { Ok(manifest) } else { Err(problems) }
-}
-
-fn verify_file(
-    disk: &Disk,
-    path: &Path,
-    entry: &moejob_protocol::checkpoint::FileEntry,
-) -> Result<(), Problem> {
-    let problem = |why: &str| Problem::new(&entry.name, why);
-    let failed = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::NotFound => problem("it is missing"),
-        _ => Problem::of_io(&entry.name, &error),
-    };
-    let (file, bytes) = disk.open(path).map_err(failed)?;
-    if bytes != entry.bytes {
-        return Err(problem(&format!("{bytes} bytes, {} were written", entry.bytes)));
-    }
-    let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0; 1 << 20];
-    let mut at = 0;
-    while at < bytes {
-        let count = buffer.len().min((bytes - at) as usize);
-        file.read_exact_at(&mut buffer[..count], at).map_err(failed)?;
-        hasher.update(&buffer[..count]);
-        at += count as u64;
-    }
-    if hasher.finalize().to_hex().as_str() != entry.blake3 {
-        return Err(problem("its BLAKE3 differs: damaged"));
-    }
-    safetensors::read_header(&file, bytes).map(|_| ()).map_err(|why| problem(&why))
-}
-
 /// The newest checkpoint that can be used, and those newer ones that cannot.
 #[derive(Clone, Debug, Default)]
 pub struct Newest {
@@ -340,15 +288,31 @@ pub fn newest_under(
     claims: &[fence::Claim],
     depth: Depth,
 ) -> Result<Newest, FenceError> {
+    newest_by(disk, location, above, claims, &mut |found| match depth {
+        Depth::Manifest => Ok(()),
+        Depth::Bytes => verify(disk, &found.path).map(|_| ()),
+    })
+}
+
+/// The same; `verify` looks at each whose manifest can be read.
+///
+/// # Errors
+/// Storage fails, so that nothing can be said of one of them.
+pub(crate) fn newest_by(
+    disk: &Disk,
+    location: &Path,
+    above: Option<u64>,
+    claims: &[fence::Claim],
+    verify: &mut dyn FnMut(&Found) -> Result<(), Vec<Problem>>,
+) -> Result<Newest, FenceError> {
     let io = |source| FenceError::Io { path: location.to_path_buf(), source };
     let mut newest = Newest::default();
     for found in list_above(disk, location, above).map_err(io)?.into_iter().rev() {
-        let verified = match (&found.manifest, depth) {
+        let verified = match &found.manifest {
             // What a fenced attempt left is no news, and nobody needs its bytes.
-            (Ok(manifest), _) if !fence::counts(claims, manifest.attempt, found.step) => continue,
-            (Ok(_), Depth::Manifest) => Ok(()),
-            (Ok(_), Depth::Bytes) => verify(disk, &found.path).map(|_| ()),
-            (Err(problems), _) => Err(problems.clone()),
+            Ok(manifest) if !fence::counts(claims, manifest.attempt, found.step) => continue,
+            Ok(_) => verify(&found),
+            Err(problems) => Err(problems.clone()),
         };
         let Err(problems) = verified else {
             newest.usable = Some(found);
@@ -356,8 +320,9 @@ pub fn newest_under(
         };
         match problems.iter().find(|problem| problem.cause == Cause::Storage) {
             Some(problem) => {
-                let why = format!("{}: {problem}", found.name);
-                return Err(io(std::io::Error::other(why)));
+                let source = std::io::Error::other(format!("{}: {problem}", found.name));
+                let gave_up = GaveUp { source, seconds: 0, unwanted: false };
+                return Err(io(std::io::Error::other(gave_up)));
             }
             None => newest.refused.push(Refusal::of(&found.name, problems)),
         }

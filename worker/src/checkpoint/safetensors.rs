@@ -2,11 +2,11 @@
 //! tensors that fill the rest without gap.
 
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
+use crate::disk::OpenFile;
 use moejob_protocol::checkpoint::{HEADER_BYTES_MAX, TENSORS_MAX};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::io;
 
 /// The longest name of a tensor.
 const NAME_BYTES_MAX: usize = 512;
@@ -71,29 +71,35 @@ impl<'de> Deserialize<'de> for Entries {
 /// Reads the header of a file of `bytes` bytes.
 ///
 /// # Errors
-/// What is wrong with it, and where.
-pub fn read_header(file: &File, bytes: u64) -> Result<Header, String> {
-    parse(file, bytes).map_err(|why| format!("its safetensors header is broken: {why}"))
-}
-
-fn parse(file: &File, bytes: u64) -> Result<Header, String> {
+/// What is wrong with it, and where (`InvalidData`); or what storage answers.
+pub fn read_header(file: &OpenFile, bytes: u64) -> io::Result<Header> {
+    let broken = |why: String| {
+        let why = format!("its safetensors header is broken: {why}");
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    };
     let mut prefix = [0; 8];
-    if bytes < 8 || file.read_exact_at(&mut prefix, 0).is_err() {
-        return Err("fewer than 8 bytes".to_string());
+    if bytes < 8 {
+        return Err(broken("fewer than 8 bytes".to_string()));
     }
+    file.read_exact_at(&mut prefix, 0)?;
     let length = u64::from_le_bytes(prefix);
     if length < 2 || length > HEADER_BYTES_MAX || length > bytes - 8 {
-        return Err(format!(
+        return Err(broken(format!(
             "a length of {length} at byte 0, in a file of {bytes}; at most {HEADER_BYTES_MAX}"
-        ));
+        )));
     }
     let mut text = vec![0; length as usize];
-    file.read_exact_at(&mut text, 8).map_err(|error| format!("byte 8: {error}"))?;
+    file.read_exact_at(&mut text, 8)?;
+    parse(&text, bytes).map_err(broken)
+}
+
+/// The header of a file of `bytes` bytes.
+fn parse(text: &[u8], bytes: u64) -> Result<Header, String> {
     if !text.starts_with(b"{") {
         return Err(format!("byte 8 is 0x{:02x}, not `{{`: no JSON object", text[0]));
     }
-    let entries: Entries = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-    tensors(entries.0, 8 + length, bytes)
+    let entries: Entries = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    tensors(entries.0, 8 + text.len() as u64, bytes)
 }
 
 fn tensors(entries: Vec<(String, Entry)>, data: u64, bytes: u64) -> Result<Header, String> {

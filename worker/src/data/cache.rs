@@ -12,12 +12,13 @@
 
 use super::content::Wish;
 use super::files::DataFile;
-use super::progress::Progress;
 use super::{DataError, index};
-use super::store::{Store, Width, nameless};
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use super::store::{Store, Width, nameless, spool_failed as failed};
+use crate::disk::{Disk, OpenFile, Verdict, verdict};
+use rustix::fs::OFlags;
+use std::fs::{DirBuilder, OpenOptions};
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,7 +57,7 @@ pub(crate) struct Entry {
 #[derive(Clone, Debug)]
 pub(crate) struct Tokenized {
     pub store: Store,
-    table: Arc<File>,
+    table: Arc<OpenFile>,
     /// Byte of the first entry.
     at: u64,
     documents: u64,
@@ -91,8 +92,9 @@ impl Tokenized {
 
 /// Tokens and documents on their way into a file.
 pub(crate) struct Making {
-    file: BufWriter<File>,
-    table: BufWriter<File>,
+    disk: Disk,
+    file: BufWriter<OpenFile>,
+    table: BufWriter<OpenFile>,
     width: Width,
     hasher: blake3::Hasher,
     tokens: u64,
@@ -103,12 +105,14 @@ pub(crate) struct Making {
 }
 
 impl Making {
-    fn new(file: File, key: &blake3::Hash, width: Width) -> Result<Making, DataError> {
-        let table = BufWriter::with_capacity(BUFFER, nameless()?);
+    fn new(file: OpenFile, key: &blake3::Hash, width: Width) -> Result<Making, DataError> {
+        let disk = file.disk().clone();
+        let table = BufWriter::with_capacity(BUFFER, nameless(&disk)?);
         let file = BufWriter::with_capacity(BUFFER, file);
         let (hasher, bytes) = (blake3::Hasher::new(), Vec::new());
         let (tokens, documents, document) = (0, 0, (blake3::Hasher::new(), 0));
-        let mut making = Making { file, table, width, hasher, tokens, documents, document, bytes };
+        let mut making =
+            Making { disk, file, table, width, hasher, tokens, documents, document, bytes };
         making.put(&[&MAGIC[..], key.as_bytes()].concat())?;
         Ok(making)
     }
@@ -143,7 +147,8 @@ impl Making {
     }
 
     fn finish(mut self) -> Result<Tokenized, DataError> {
-        let mut table = std::mem::replace(&mut self.table, BufWriter::new(nameless()?))
+        let none = BufWriter::new(nameless(&self.disk)?);
+        let mut table = std::mem::replace(&mut self.table, none)
             .into_inner()
             .map_err(|error| failed(error.into_error()))?;
         table.seek(SeekFrom::Start(0)).map_err(failed)?;
@@ -170,7 +175,7 @@ fn first_word(hash: &blake3::Hash) -> u64 {
     u64::from_le_bytes(*first)
 }
 
-fn tokenized_in(file: File, width: Width, tokens: u64, documents: u64) -> Tokenized {
+fn tokenized_in(file: OpenFile, width: Width, tokens: u64, documents: u64) -> Tokenized {
     let (table, offset) = (Arc::new(file), MAGIC.len() as u64 + KEY_BYTES);
     let store = Store::spooled(table.clone(), width, offset, tokens);
     Tokenized { store, table, at: offset + tokens * width.bytes(), documents }
@@ -187,12 +192,13 @@ pub(crate) fn tokenized(
     folder: Option<&Path>,
     key: &blake3::Hash,
     width: Width,
-    progress: &Progress,
+    disk: &Disk,
     make: Make,
 ) -> Result<Tokenized, DataError> {
-    let found = |folder, path: &Path| found(folder, path, key, width, progress);
+    let progress = disk.progress();
+    let found = |folder, path: &Path| found(folder, path, key, width, disk);
     let alone = |make: Make| {
-        let mut making = Making::new(nameless()?, key, width)?;
+        let mut making = Making::new(nameless(disk)?, key, width)?;
         make(&mut making)?;
         making.finish()
     };
@@ -230,8 +236,8 @@ pub(crate) fn tokenized(
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let part = folder.join(format!("{name}.{}-{number}.part", std::process::id()));
     let Ok(file) = private.open(&part) else { return alone(make) };
+    let mut making = Making::new(OpenFile::of(disk, file, &part), key, width)?;
     let part = Part { path: part };
-    let mut making = Making::new(file, key, width)?;
     make(&mut making)?;
     let made = making.finish()?;
     // Not synced: after a crash of the machine the hash tells, and it is made again.
@@ -260,49 +266,68 @@ pub(crate) fn folder() -> Option<PathBuf> {
     (own && metadata.permissions().mode().trailing_zeros() >= 6).then_some(path)
 }
 
-/// What stands at `path`, if it is whole and of `key`. What is not whole is removed. Its hash is
-/// looked up in the node's index, so that a large file is read once.
+/// What stands at `path`, if it is whole and of `key`. What is not whole is removed, but not what
+/// could not be read: that may be good. Its hash is looked up in the node's index, so that a large
+/// file is read once.
 fn found(
     folder: &Path,
     path: &Path,
     key: &blake3::Hash,
     width: Width,
-    progress: &Progress,
+    disk: &Disk,
 ) -> Option<Tokenized> {
-    let file = File::open(path).ok()?;
-    match whole(folder, path, &file, key, width, progress) {
-        Some((tokens, documents)) => {
+    let file = match OpenFile::open(disk, path, OFlags::NOFOLLOW) {
+        Ok(file) => file,
+        Err(error) if verdict(&error) == Verdict::Missing => return None,
+        Err(error) => {
+            tracing::warn!(%error, path = %path.display(), "tokens are made once more");
+            return None;
+        }
+    };
+    match whole(folder, path, &file, key, width) {
+        Ok(Some((tokens, documents))) => {
             // Used: it stays another while. Its own time is what the index knows it by.
             let lock = OpenOptions::new().write(true).open(path.with_extension("lock"));
             let _ = lock.and_then(|lock| lock.set_modified(SystemTime::now()));
             Some(tokenized_in(file, width, tokens, documents))
         }
-        // Nobody waits for it: whether it is whole was not found out.
-        None if progress.is_given_up() => None,
-        None => {
+        Ok(None) => {
             let _ = std::fs::remove_file(path);
+            None
+        }
+        Err(DataError::GivenUp) => None,
+        Err(error) => {
+            let error = crate::failure::chain(&error);
+            tracing::warn!(error, path = %path.display(), "tokens are made once more");
             None
         }
     }
 }
 
-/// Tokens and documents of a file whose every byte is as it was written.
+/// Tokens and documents of a file whose every byte is as it was written; none: it is not whole.
+///
+/// # Errors
+/// It cannot be told.
 fn whole(
     folder: &Path,
     path: &Path,
-    file: &File,
+    file: &OpenFile,
     key: &blake3::Hash,
     width: Width,
-    progress: &Progress,
-) -> Option<(u64, u64)> {
-    let named = DataFile::named(path).ok()?;
-    let bytes = file.metadata().ok()?.len();
-    let wish = Wish { file: &named, bytes: bytes.checked_sub(32)?, ids: None };
+) -> Result<Option<(u64, u64)>, DataError> {
+    let named = DataFile::named_on(file.disk(), path)?;
     let (mut head, mut tail) = ([0; 40], [0; TAIL_BYTES as usize]);
-    file.read_exact_at(&mut head, 0).ok()?;
-    file.read_exact_at(&mut tail, bytes.checked_sub(TAIL_BYTES)?).ok()?;
-    let word = |at: usize| tail[at..].first_chunk().map(|word| u64::from_le_bytes(*word));
-    let (tokens, documents) = (word(0)?, word(8)?);
+    let bytes = file.metadata().map_err(failed)?.len();
+    let (Some(counted), Some(end)) = (bytes.checked_sub(32), bytes.checked_sub(TAIL_BYTES)) else {
+        return Ok(None);
+    };
+    if end < head.len() as u64 {
+        return Ok(None);
+    }
+    file.read_exact_at(&mut head, 0).map_err(failed)?;
+    file.read_exact_at(&mut tail, end).map_err(failed)?;
+    let (words, _) = tail.as_chunks::<8>();
+    let [tokens, documents] = [0, 1].map(|at| u64::from_le_bytes(words[at]));
     let size = u128::from(tokens) * u128::from(width.bytes())
         + u128::from(documents) * ENTRY_BYTES as u128
         + 40
@@ -310,12 +335,14 @@ fn whole(
     let good = head[..8] == MAGIC[..]
         && head[8..] == key.as_bytes()[..]
         && size == u128::from(bytes)
-        && named.is_as_found(file).ok()?;
+        && named.is_as_found(file)?;
     if !good {
-        return None;
+        return Ok(None);
     }
-    let (content, _) = index::contents(&[wish], Some(folder), progress).ok()?.pop()?;
-    (tail[16..] == content.hash).then_some((tokens, documents))
+    let wish = Wish { file: &named, bytes: counted, ids: None };
+    let contents = index::contents(&[wish], Some(folder), file.disk().progress())?;
+    let same = contents.first().is_some_and(|(content, _)| tail[16..] == content.hash);
+    Ok(same.then_some((tokens, documents)))
 }
 
 /// How far others are with the files of `name`.
@@ -348,10 +375,6 @@ fn age(path: &Path) -> Duration {
     modified.map_or(Duration::MAX, |time| time.elapsed().unwrap_or_default())
 }
 
-fn failed(source: io::Error) -> DataError {
-    DataError::Spool { folder: std::env::temp_dir(), source }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -359,12 +382,8 @@ mod tests {
 
     const COUNT: u64 = 10_000;
 
-    fn progress() -> Progress {
-        Progress::default()
-    }
-
     fn made_in(folder: &Path, key: &blake3::Hash, make: Make) -> Result<Tokenized, DataError> {
-        tokenized(Some(folder), key, Width::U16, &progress(), make)
+        tokenized(Some(folder), key, Width::U16, &Disk::real(), make)
     }
 
     /// As they are written.
@@ -398,7 +417,7 @@ mod tests {
 
     fn names(folder: &Path) -> Vec<String> {
         let entries = std::fs::read_dir(folder).expect("a folder");
-        let name = |entry: io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
+        let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
         entries.map(|entry| name(entry).to_string_lossy().into_owned()).collect()
     }
 
@@ -471,7 +490,7 @@ mod tests {
         assert!(result.expect_err("a bad line").to_string().contains("line 3"));
         assert!(names(folder.path()).iter().all(|name| name.ends_with(".lock")));
         let nowhere = Some(Path::new("/nowhere/at/all"));
-        let alone = tokenized(nowhere, &key, Width::U16, &progress(), &mut fill);
+        let alone = tokenized(nowhere, &key, Width::U16, &Disk::real(), &mut fill);
         check(&alone.expect("without a place to share it"));
     }
 }

@@ -9,15 +9,13 @@
 
 use super::DataError;
 use super::files::DataFile;
-use super::progress::Progress;
+use crate::disk::{OpenFile, Progress};
 use super::store::Width;
 use super::tokenize;
 use moejob_kernels::threads::begin;
 use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
 };
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -243,7 +241,7 @@ impl Reading<'_> {
     }
 
     /// Its times cannot be those of a later change as well.
-    fn is_old(&self, handle: &File, file: &DataFile) -> Result<bool, DataError> {
+    fn is_old(&self, handle: &OpenFile, file: &DataFile) -> Result<bool, DataError> {
         let since = handle.metadata().map_err(|source| file.unreadable(source))?;
         use std::os::unix::fs::MetadataExt;
         let whole_seconds = since.mtime_nsec() == 0;

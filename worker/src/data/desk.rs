@@ -12,6 +12,7 @@
 //! nobody uses again.
 
 use super::{Batch, Corpus, DataError, DocumentOverlap, Listing};
+use crate::disk::{Disk, Progress};
 use crate::failure::Failure;
 use crate::gang::memory::Mapping;
 use moejob_protocol::config::TrainingConfig;
@@ -221,9 +222,14 @@ impl Desk {
         })
     }
 
-    fn batch(&self, question: Question, batch: &mut Batch) -> Result<(), DataError> {
+    fn batch(
+        &self,
+        question: Question,
+        over: &dyn Fn() -> bool,
+        batch: &mut Batch,
+    ) -> Result<(), DataError> {
         let tokens = batch.ids.len();
-        self.ask(question, tokens, &|| false, |how| {
+        self.ask(question, tokens, over, |how| {
             batch.keep_apart(how == TOKENS_AND_STARTS);
             if !matches!(how, TOKENS_ALONE | TOKENS_AND_STARTS) {
                 return Err(not_understood());
@@ -239,19 +245,24 @@ impl Desk {
 
     pub(super) fn micro_batch(
         &self,
-        step: u64,
-        index: u32,
+        (step, index): (u64, u32),
+        over: &dyn Fn() -> bool,
         batch: &mut Batch,
     ) -> Result<(), DataError> {
-        self.batch(Question::MicroBatch { step, index }, batch)
+        self.batch(Question::MicroBatch { step, index }, over, batch)
     }
 
-    pub(super) fn held_out(&self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
-        self.batch(Question::HeldOut { first }, batch)
+    pub(super) fn held_out(
+        &self,
+        first: u32,
+        over: &dyn Fn() -> bool,
+        batch: &mut Batch,
+    ) -> Result<(), DataError> {
+        self.batch(Question::HeldOut { first }, over, batch)
     }
 
-    pub(super) fn overlaps(&self) -> Result<Overlaps, DataError> {
-        self.told(Question::Overlaps, &|| false)
+    pub(super) fn overlaps(&self, over: &dyn Fn() -> bool) -> Result<Overlaps, DataError> {
+        self.told(Question::Overlaps, over)
     }
 
     pub(super) fn listing(&self) -> Result<Option<Listing>, DataError> {
@@ -265,18 +276,20 @@ fn not_understood() -> DataError {
 }
 
 impl Corpus {
-    /// The data that the worker has open behind `desk`, as a corpus. `over` ends the wait for them.
+    /// The data that the worker has open behind `desk`, as a corpus. `over` ends the wait for them,
+    /// and for each batch.
     ///
     /// # Errors
     /// The worker could not open them: what it found. `GivenUp`, where `over` said so.
     pub fn behind(
         desk: Desk,
         training: &TrainingConfig,
-        over: &dyn Fn() -> bool,
+        over: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Result<Corpus, DataError> {
-        let Facts { fingerprint, held_out_windows } = desk.told(Question::Facts, over)?;
+        let Facts { fingerprint, held_out_windows } = desk.told(Question::Facts, &over)?;
         Ok(Corpus {
             fingerprint,
+            disk: Disk::real().counting(Progress::default().until(over)),
             elsewhere: Some((desk, held_out_windows)),
             micro_batch: training.micro_batch_size.into(),
             sequence: training.sequence_length.into(),

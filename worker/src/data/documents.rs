@@ -6,12 +6,12 @@
 use super::cut::Cutter;
 use super::{DataError, header};
 use super::files::DataFile;
+use crate::disk::{OpenFile, may_heal};
 use serde::{Deserialize, Serialize};
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes of lines that one thread works on at once.
 const CHUNK_BYTES: usize = 512 << 10;
@@ -83,11 +83,12 @@ pub(crate) struct Reader {
     raw: Arc<AtomicU64>,
     /// Of texts.
     cutter: Cutter,
+    failed: Failed,
 }
 
 enum Open {
-    Lines { handle: File, source: Box<dyn BufRead + Send>, rest: Vec<u8> },
-    Text { handle: File, source: BufReader<Counted<File>>, rest: Vec<u8> },
+    Lines { handle: OpenFile, source: Box<dyn BufRead + Send>, rest: Vec<u8> },
+    Text { handle: OpenFile, source: BufReader<Source>, rest: Vec<u8> },
     #[cfg(feature = "parquet")]
     Rows(super::parquet::Rows),
 }
@@ -101,29 +102,29 @@ impl Reader {
         cutter: Cutter,
     ) -> Reader {
         let done: u64 = files[..at.file.min(files.len())].iter().map(|file| file.bytes).sum();
-        let raw = Arc::new(AtomicU64::new(done));
-        Reader { files, format, at, open: None, raw, cutter }
+        let (raw, failed) = (Arc::new(AtomicU64::new(done)), Failed::default());
+        Reader { files, format, at, open: None, raw, cutter, failed }
     }
 
     fn start(&mut self, index: usize) -> Result<Open, DataError> {
         let file = &self.files[index];
         let handle = file.open()?;
-        let copy = || handle.try_clone().map_err(|source| file.unreadable(source));
-        let counted = Counted { inner: copy()?, count: self.raw.clone() };
+        let (count, failed) = (self.raw.clone(), self.failed.clone());
+        let counted = Source { file: handle.again(), count, failed };
         match &self.format {
             Format::Jsonl(_) => {
                 let mut source = decompressed(Box::new(counted), &file.path)?;
-                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, &error))?;
+                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, error))?;
                 Ok(Open::Lines { handle, source, rest: Vec::new() })
             }
             Format::Text => {
                 let mut source = BufReader::with_capacity(BUFFER, counted);
-                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, &error))?;
+                skip(&mut source, self.at.offset).map_err(|error| broken(&file.path, error))?;
                 Ok(Open::Text { handle, source, rest: Vec::new() })
             }
             #[cfg(feature = "parquet")]
             Format::Parquet(column) => {
-                let rows = super::parquet::Rows::open(handle, &file.path, column);
+                let rows = super::parquet::Rows::open(counted, &file.path, column);
                 Ok(Open::Rows(rows?.skip_to(self.at.documents)?))
             }
             #[cfg(not(feature = "parquet"))]
@@ -159,7 +160,7 @@ impl Reader {
                 Open::Text { handle, source, rest } => {
                     let at = self.at.offset;
                     let piece = piece(source, rest, &mut self.cutter)
-                        .map_err(|error| broken(&file.path, &error))?;
+                        .map_err(|error| broken(&file.path, error))?;
                     let Some((bytes, last)) = piece else {
                         return Err(too_long(&file.path, at));
                     };
@@ -196,7 +197,15 @@ impl Iterator for Reader {
     type Item = Result<Chunk, DataError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let item = self.read().transpose();
+        let read = self.read().map_err(|error| match self.failed.take() {
+            // Whatever was made of it on the way: storage failed.
+            Some(source) => match self.files.get(self.at.file) {
+                Some(file) => file.unreadable(source),
+                None => error,
+            },
+            None => error,
+        });
+        let item = read.transpose();
         if matches!(item, Some(Err(_))) {
             self.at.file = self.files.len();
         }
@@ -204,16 +213,52 @@ impl Iterator for Reader {
     }
 }
 
-struct Counted<R> {
-    inner: R,
-    count: Arc<AtomicU64>,
+/// What storage answered in place of a file's bytes. Decoders make other errors of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Failed(Arc<Mutex<Option<io::Error>>>);
+
+impl Failed {
+    fn take(&self) -> Option<io::Error> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
 }
 
-impl<R: Read> Read for Counted<R> {
+/// A file whose bytes are counted as they are read.
+#[derive(Debug)]
+pub(crate) struct Source {
+    file: OpenFile,
+    count: Arc<AtomicU64>,
+    failed: Failed,
+}
+
+impl Source {
+    #[cfg(feature = "parquet")]
+    pub fn from(&self, start: u64) -> io::Result<Source> {
+        let mut file = self.file.again();
+        io::Seek::seek(&mut file, io::SeekFrom::Start(start))?;
+        Ok(Source { file, count: self.count.clone(), failed: self.failed.clone() })
+    }
+
+    #[cfg(feature = "parquet")]
+    pub fn len(&self) -> io::Result<u64> {
+        self.file.metadata().map(|metadata| metadata.len())
+    }
+}
+
+impl Read for Source {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let count = self.inner.read(into)?;
-        self.count.fetch_add(count as u64, Ordering::Relaxed);
-        Ok(count)
+        match self.file.read(into) {
+            Ok(count) => {
+                self.count.fetch_add(count as u64, Ordering::Relaxed);
+                Ok(count)
+            }
+            Err(error) if may_heal(&error) => {
+                let said = io::Error::other(error.to_string());
+                *self.failed.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                Err(said)
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -231,7 +276,7 @@ fn skip(source: &mut dyn BufRead, mut bytes: u64) -> io::Result<()> {
 }
 
 /// An error of reading; of a compressed file it says that it is damaged or cut off.
-fn broken(path: &Path, error: &io::Error) -> DataError {
+fn broken(path: &Path, error: io::Error) -> DataError {
     let why = match error.kind() {
         io::ErrorKind::UnexpectedEof => "the file is cut off".to_string(),
         _ => error.to_string(),
@@ -248,7 +293,7 @@ pub(crate) fn decompressed(
     path: &Path,
 ) -> Result<Box<dyn BufRead + Send>, DataError> {
     let mut raw = BufReader::with_capacity(BUFFER, raw);
-    let head = raw.fill_buf().map_err(|error| broken(path, &error))?;
+    let head = raw.fill_buf().map_err(|error| broken(path, error))?;
     let gzip = head.starts_with(&[0x1f, 0x8b]);
     let zstd = head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head);
     let named = |ending: &str| path.extension().is_some_and(|found| found == ending);
@@ -267,7 +312,7 @@ pub(crate) fn decompressed(
         _ => Box::new(raw),
     };
     // An archive may be compressed, too.
-    let head = plain.fill_buf().map_err(|error| broken(path, &error))?;
+    let head = plain.fill_buf().map_err(|error| broken(path, error))?;
     header::not_foreign(head, false).map_err(|(at, why)| DataError::bad(path, at, why))?;
     Ok(plain)
 }
@@ -371,7 +416,7 @@ pub(crate) fn lines(
     let mut searched = 0;
     let ends = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count() as u64;
     loop {
-        let found = source.fill_buf().map_err(|error| broken(path, &error))?;
+        let found = source.fill_buf().map_err(|error| broken(path, error))?;
         if found.is_empty() {
             let unended = chunk.last().is_some_and(|last| *last != b'\n');
             let count = ends(&chunk) + u64::from(unended);

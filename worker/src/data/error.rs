@@ -1,5 +1,6 @@
 //! What keeps data from being used: where it lies, what was found, what to do.
 
+use crate::disk::{Verdict, gave_up, verdict};
 use crate::failure::{Failure, chain};
 use std::path::{Path, PathBuf};
 
@@ -46,6 +47,9 @@ pub enum DataError {
     /// Nobody waits for the data any more.
     #[error("the data were not opened to their end")]
     GivenUp,
+    /// A read that has not come back.
+    #[error("a batch of step {step} has not been read for {seconds} s")]
+    Late { step: u64, seconds: u64 },
     /// What the worker found, which has the data open for its engines.
     #[error("{}", .0.message)]
     Elsewhere(Failure),
@@ -58,9 +62,26 @@ impl DataError {
         DataError::Bad { path: path.to_path_buf(), at: at.into(), why: why.into() }
     }
 
+    /// Whether storage stumbles, so that another try may find the data well.
+    pub(crate) fn may_heal(&self) -> bool {
+        match self {
+            DataError::Read { source, .. } | DataError::Spool { source, .. } => {
+                verdict(source) == Verdict::Stumbles || gave_up(source).is_some()
+            }
+            _ => false,
+        }
+    }
+
     /// The exit code, 3, or 2 where the manifest is at fault; and what to do.
     fn remedy(&self) -> (i32, &'static str) {
         match self {
+            DataError::Spool { .. } if self.may_heal() => {
+                (75, "give TMPDIR room, or set it to a folder that has some; then start it again")
+            }
+            _ if self.may_heal() => {
+                (75, "have its storage looked at; the job goes on from its newest state")
+            }
+            DataError::Late { .. } => (75, "have its storage looked at; the job goes on"),
             DataError::NothingMatches { .. } | DataError::TooMany { .. } => {
                 (3, "check the paths of spec.data.train and the directory the job runs in")
             }

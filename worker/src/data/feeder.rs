@@ -7,10 +7,11 @@
 //! What a step gets is a function of (seed, step) alone: it does not matter when it was read.
 
 use super::{Batch, Corpus, DataError};
+use crate::disk::Disk;
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,6 +20,10 @@ use std::time::{Duration, Instant};
 const STEPS_AHEAD: usize = 2;
 /// Steps whose batches stay for a redo: run-ahead is one step.
 const STEPS_KEPT: u64 = 2;
+/// So often whoever waits for a batch looks whether it is still wanted.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long the end of an attempt waits for a read that has begun: storage may hang.
+const LEAVE_MAX: Duration = Duration::from_secs(1);
 
 /// What a step trains on.
 pub trait Batches {
@@ -34,6 +39,10 @@ pub trait Batches {
 #[derive(Debug)]
 pub struct Feeder {
     corpus: Arc<Mutex<Corpus>>,
+    /// The corpus's.
+    disk: Disk,
+    /// A batch is waited for so long at most.
+    longest: Duration,
     plan: Plan,
     ring: Option<Ring>,
     /// (step, index), in the order in which they came.
@@ -63,9 +72,10 @@ impl Feeder {
     /// Of a rank that computes the micro-batches `own` of each step, from step `first` on up to
     /// `steps`.
     pub fn start(corpus: Corpus, own: std::ops::Range<u32>, first: u64, steps: u64) -> Feeder {
-        let (plan, corpus) = (Plan { own, steps }, Arc::new(Mutex::new(corpus)));
-        let (kept, waited) = Default::default();
-        let mut feeder = Feeder { corpus, plan, ring: None, kept, waited };
+        let (plan, disk) = (Plan { own, steps }, corpus.disk().clone());
+        let corpus = Arc::new(Mutex::new(corpus));
+        let ((kept, waited), longest) = (Default::default(), Duration::MAX);
+        let mut feeder = Feeder { corpus, disk, longest, plan, ring: None, kept, waited };
         let start = feeder.plan.own.start;
         feeder.seek(first, start);
         feeder
@@ -81,11 +91,43 @@ impl Feeder {
         std::mem::take(&mut self.waited)
     }
 
-    /// Ends the thread.
-    pub fn into_corpus(mut self) -> Corpus {
-        self.stop();
-        let corpus = std::mem::take(&mut *self.corpus());
+    /// Waits for a batch so long at most.
+    pub fn with_patience(mut self, longest: Duration) -> Feeder {
+        self.longest = longest;
+        self
+    }
+
+    /// Waits until the batches of a step are here, so that nobody waits for them within it.
+    ///
+    /// # Errors
+    /// A file changed or cannot be read.
+    pub fn prepare(&mut self, step: u64) -> Result<(), DataError> {
+        self.plan.own.clone().try_for_each(|index| self.micro_batch(step, index).map(|_| ()))
+    }
+
+    /// Ends the thread. None where it is still reading: then the corpus ends with it.
+    pub fn into_corpus(mut self) -> Option<Corpus> {
+        let left = self.leave();
+        let corpus = left.then(|| std::mem::take(&mut *self.corpus()));
         corpus
+    }
+
+    /// Whether the thread has ended, for which it has a moment.
+    fn leave(&mut self) -> bool {
+        let Some(Ring { made, over, thread, .. }) = self.ring.take() else { return true };
+        over.store(true, Ordering::Relaxed);
+        drop(made);
+        let until = Instant::now() + LEAVE_MAX;
+        while !thread.is_finished() {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if let Err(panic) = thread.join() {
+            resume_unwind(panic);
+        }
+        true
     }
 
     /// Reads from there on. Without a thread to be had each batch is read when it is asked for.
@@ -125,16 +167,30 @@ impl Feeder {
             self.seek(step, index);
         }
         let Some(ring) = &mut self.ring else { return read(&self.corpus, step, index) };
-        let made = ring.made.recv();
+        let began = self.disk.now();
+        let made = loop {
+            match ring.made.recv_timeout(LOOK) {
+                Err(RecvTimeoutError::Timeout) => {}
+                other => break other.ok(),
+            }
+            if self.disk.progress().is_given_up() {
+                return Err(DataError::GivenUp);
+            }
+            let waited = self.disk.now().saturating_sub(began);
+            if waited >= self.longest {
+                let (step, seconds) = (step + 1, waited.as_secs());
+                return Err(DataError::Late { step, seconds });
+            }
+        };
         ring.next = self.plan.after(step, index);
         match made {
-            Ok(Ok(batch)) => Ok(batch),
+            Some(Ok(batch)) => Ok(batch),
             // Asked for again, it is read again.
-            Ok(Err(error)) => {
+            Some(Err(error)) => {
                 self.stop();
                 Err(error)
             }
-            Err(_) => {
+            None => {
                 self.stop();
                 read(&self.corpus, step, index)
             }
@@ -147,7 +203,10 @@ impl Drop for Feeder {
         if let Some(Ring { made, over, thread, .. }) = self.ring.take() {
             over.store(true, Ordering::Relaxed);
             drop(made);
-            drop(thread.join());
+            // One that is still reading ends by itself.
+            if thread.is_finished() {
+                drop(thread.join());
+            }
         }
     }
 }

@@ -3,14 +3,17 @@
 
 use super::DataError;
 use super::handles::Handles;
+use crate::disk::{Disk, Effect, OpenFile, Verdict, gave_up, may_heal, verdict};
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
-use std::fs::File;
-use std::io::Read;
+use rustix::fs::OFlags;
+use std::cell::RefCell;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
+use walkdir::DirEntry;
 
 /// Directories that hold no text of a project's own.
 const SKIPPED: [&str; 2] = [".git", "target"];
@@ -22,14 +25,18 @@ const FILES_MAX: usize = 1 << 20;
 const BLOCK: usize = 1 << 18;
 
 /// A file as it was when it was opened first.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct DataFile {
+    /// What it is read by, with the patience that this has.
+    pub disk: Disk,
     pub path: PathBuf,
     /// Relative to the root; what order, split and fingerprint go by.
     pub name: Vec<u8>,
     pub bytes: u64,
     pub modified: SystemTime,
     pub inode: u64,
+    /// The file system that it was found on.
+    pub device: u64,
     /// When its inode was changed last, as seconds and nanoseconds: no program sets it.
     pub changed: (i64, i64),
     /// BLAKE3 of the content.
@@ -42,6 +49,7 @@ pub struct DataFile {
 /// # Errors
 /// Names the file that is no readable file, or the globs when nothing matches.
 pub fn find(
+    disk: &Disk,
     root: &Path,
     globs: &[String],
     excluded: &[String],
@@ -49,16 +57,29 @@ pub fn find(
 ) -> Result<Vec<DataFile>, DataError> {
     let wanted = glob_set(root, globs)?;
     let unwanted = glob_set(root, excluded)?;
-    let resolve = |path: &String| Path::new(path).canonicalize().ok();
-    let skipped: Vec<PathBuf> = excluded_directories.iter().filter_map(resolve).collect();
+    let mut skipped = Vec::new();
+    for path in excluded_directories {
+        skipped.extend(resolved(disk, Path::new(path))?);
+    }
     let mut files = Vec::new();
     for glob in globs {
         let full = normal(&root.join(glob));
         let base = literal_base(&full);
+        let unreadable = |source| DataError::Read { path: base.clone(), source };
         if base == full {
-            files.push(named_file(root, &full)?);
-        } else if base.is_dir() {
-            walk(root, &base, &wanted, &unwanted, &skipped, &mut files)?;
+            files.push(named_file(disk, root, &full)?);
+            continue;
+        }
+        let is_folder = match disk.metadata(&base) {
+            Ok(found) => found.is_dir(),
+            Err(error) if verdict(&error) == Verdict::Missing => false,
+            Err(error) => return Err(unreadable(error)),
+        };
+        if is_folder {
+            let look = Look { disk, root, wanted: &wanted, unwanted: &unwanted };
+            // What was found before it stumbled is found again.
+            let found = disk.patiently(&base, None, |_| look.walk(&base, &skipped));
+            files.extend(found.map_err(unreadable)??);
         }
     }
     files.sort_by(|a, b| a.name.cmp(&b.name));
@@ -108,8 +129,8 @@ fn literal_base(glob: &Path) -> PathBuf {
 }
 
 /// A file that the user named outright: whatever is wrong with it is refused.
-fn named_file(root: &Path, path: &Path) -> Result<DataFile, DataError> {
-    let file = examine(root, path)?;
+fn named_file(disk: &Disk, root: &Path, path: &Path) -> Result<DataFile, DataError> {
+    let file = examine(disk, root, path)?;
     match file {
         Some(file) if file.bytes > 0 => Ok(file),
         Some(_) => Err(DataError::Unusable { path: path.to_path_buf(), why: "it is empty" }),
@@ -120,54 +141,90 @@ fn named_file(root: &Path, path: &Path) -> Result<DataFile, DataError> {
     }
 }
 
-fn walk(
-    root: &Path,
-    base: &Path,
-    wanted: &GlobSet,
-    unwanted: &GlobSet,
-    skipped: &[PathBuf],
-    files: &mut Vec<DataFile>,
-) -> Result<(), DataError> {
-    // A kubelet mounts a ConfigMap as links into `..data`, a link to a directory with the date in
-    // its name: whatever begins so would be the same files again, named otherwise in each pod.
-    let of_kubelet = |entry: &walkdir::DirEntry| entry.file_name().as_bytes().starts_with(b"..");
-    let enter = |entry: &walkdir::DirEntry| {
-        entry.depth() == 0
-            || !(SKIPPED.iter().any(|name| entry.file_name() == *name)
-                && entry.file_type().is_dir()
-                || entry.file_type().is_dir() && of_kubelet(entry)
-                || entry.file_type().is_dir()
-                    && !skipped.is_empty()
-                    && entry.path().canonicalize().is_ok_and(|path| skipped.contains(&path)))
-    };
-    let walk = walkdir::WalkDir::new(base).follow_links(true).into_iter().filter_entry(enter);
-    for entry in walk {
-        let entry = match entry {
-            Ok(entry) => entry,
-            Err(error) if ignorable(&error, wanted, unwanted) => continue,
-            Err(error) => return Err(walk_error(base, error)),
-        };
-        let path = entry.path();
-        if !wanted.is_match(path) || unwanted.is_match(path) {
-            continue;
-        }
-        if let Some(file) = examine(root, path)?
-            && file.bytes > 0
-        {
-            files.push(file);
-        }
-        if files.len() > FILES_MAX {
-            return Err(DataError::TooMany { max: FILES_MAX });
-        }
+/// A path without links; none where nothing stands there.
+fn resolved(disk: &Disk, path: &Path) -> Result<Option<PathBuf>, DataError> {
+    match disk.patiently(path, None, |_| path.canonicalize()) {
+        Ok(path) => Ok(Some(path)),
+        Err(error) if verdict(&error) == Verdict::Missing => Ok(None),
+        Err(source) => Err(DataError::Read { path: path.to_path_buf(), source }),
     }
-    Ok(())
 }
 
-/// Something broken that no glob asked for: a dangling link, or a file that vanished.
-fn ignorable(error: &walkdir::Error, wanted: &GlobSet, unwanted: &GlobSet) -> bool {
-    let Some(path) = error.path() else { return false };
-    let gone = error.io_error().is_some_and(|e| e.kind() == std::io::ErrorKind::NotFound);
-    gone && (!wanted.is_match(path) || unwanted.is_match(path))
+/// What is looked for in folders.
+struct Look<'a> {
+    disk: &'a Disk,
+    root: &'a Path,
+    wanted: &'a GlobSet,
+    unwanted: &'a GlobSet,
+}
+
+impl Look<'_> {
+    /// The files below `base`. The outer error is one of listing a folder.
+    fn walk(
+        &self,
+        base: &Path,
+        skipped: &[PathBuf],
+    ) -> io::Result<Result<Vec<DataFile>, DataError>> {
+        self.disk.before(Effect::Read(base))?;
+        let mut files = Vec::new();
+        let stumbled = RefCell::new(None);
+        // A kubelet mounts a ConfigMap as links into `..data`, a link to a directory with the date
+        // in its name: whatever begins so would be the same files again, named otherwise in each
+        // pod.
+        let of_kubelet = |entry: &DirEntry| entry.file_name().as_bytes().starts_with(b"..");
+        let is_skipped = |entry: &DirEntry| match entry.path().canonicalize() {
+            Ok(path) => skipped.contains(&path),
+            Err(error) => {
+                // A folder that should be left out would be trained on.
+                if verdict(&error) != Verdict::Missing {
+                    *stumbled.borrow_mut() = Some(error);
+                }
+                false
+            }
+        };
+        let enter = |entry: &DirEntry| {
+            let named = SKIPPED.iter().any(|name| entry.file_name() == *name);
+            let is_out = || named || of_kubelet(entry) || !skipped.is_empty() && is_skipped(entry);
+            entry.depth() == 0 || !(entry.file_type().is_dir() && is_out())
+        };
+        let walk = walkdir::WalkDir::new(base).follow_links(true).into_iter().filter_entry(enter);
+        for entry in walk {
+            if let Some(error) = stumbled.borrow_mut().take() {
+                return Err(error);
+            }
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) if self.is_ignorable(&error) => continue,
+                Err(error) if error.io_error().is_some_and(may_heal) => {
+                    return Err(error.into());
+                }
+                Err(error) => return Ok(Err(walk_error(base, error))),
+            };
+            let path = entry.path();
+            if !self.wanted.is_match(path) || self.unwanted.is_match(path) {
+                continue;
+            }
+            match examine(self.disk, self.root, path) {
+                Ok(Some(file)) if file.bytes > 0 => files.push(file),
+                Ok(_) => {}
+                Err(error) => return Ok(Err(error)),
+            }
+            if files.len() > FILES_MAX {
+                return Ok(Err(DataError::TooMany { max: FILES_MAX }));
+            }
+        }
+        match stumbled.take() {
+            Some(error) => Err(error),
+            None => Ok(Ok(files)),
+        }
+    }
+
+    /// Something broken that no glob asked for: a dangling link, or a file that vanished.
+    fn is_ignorable(&self, error: &walkdir::Error) -> bool {
+        let Some(path) = error.path() else { return false };
+        let gone = error.io_error().is_some_and(|error| error.kind() == io::ErrorKind::NotFound);
+        gone && (!self.wanted.is_match(path) || self.unwanted.is_match(path))
+    }
 }
 
 fn walk_error(base: &Path, error: walkdir::Error) -> DataError {
@@ -187,20 +244,36 @@ impl DataFile {
     /// # Errors
     /// It is no readable file.
     pub fn named(path: &Path) -> Result<DataFile, DataError> {
-        named_file(Path::new(""), path)
+        DataFile::named_on(&Disk::real(), path)
+    }
+
+    /// A file outside of any source, by its path, read with the patience of `disk`.
+    ///
+    /// # Errors
+    /// It is no readable file.
+    pub(crate) fn named_on(disk: &Disk, path: &Path) -> Result<DataFile, DataError> {
+        named_file(disk, Path::new(""), path)
     }
 
     /// Never waits for a writer, should the file have become a pipe.
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn open(&self) -> Result<File, DataError> {
-        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
+    pub fn open(&self) -> Result<OpenFile, DataError> {
+        let opened = OpenFile::open(&self.disk, &self.path, OFlags::NONBLOCK);
         let handle = opened.map_err(|source| self.unreadable(source))?;
         // Reading nothing finds out early what only reading would tell.
-        (&handle).read(&mut [0; 0]).map_err(|source| self.unreadable(source))?;
+        handle.read_at(&mut [0; 0], 0).map_err(|source| self.unreadable(source))?;
         Ok(handle)
+    }
+
+    /// Whether a file of the same name with another ending lies beside it.
+    ///
+    /// # Errors
+    /// It cannot be told.
+    pub(crate) fn is_beside(&self, ending: &str) -> Result<bool, DataError> {
+        let found = self.disk.is_there(&self.path.with_extension(ending));
+        found.map_err(|source| self.unreadable(source))
     }
 
     /// Its first bytes: `most` of them, or all that it had when it was found.
@@ -215,7 +288,10 @@ impl DataFile {
     }
 
     pub(crate) fn unreadable(&self, source: std::io::Error) -> DataError {
-        DataError::Read { path: self.path.clone(), source }
+        match gave_up(&source) {
+            Some(gave_up) if gave_up.unwanted => DataError::GivenUp,
+            _ => DataError::Read { path: self.path.clone(), source },
+        }
     }
 
     /// Reads bytes that the file had when it was found, from a handle that stays open.
@@ -245,7 +321,8 @@ impl DataFile {
     }
 
     fn stands_at_its_path(&self) -> Result<bool, DataError> {
-        let metadata = std::fs::metadata(&self.path).map_err(|source| self.unreadable(source))?;
+        let found = self.disk.metadata_of(&self.path, self.device);
+        let metadata = found.map_err(|source| self.unreadable(source))?;
         let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
         Ok((metadata.len(), metadata.ino(), modified) == (self.bytes, self.inode, self.modified))
     }
@@ -254,7 +331,7 @@ impl DataFile {
     ///
     /// # Errors
     /// The system says nothing.
-    pub(crate) fn is_as_found(&self, handle: &File) -> Result<bool, DataError> {
+    pub(crate) fn is_as_found(&self, handle: &OpenFile) -> Result<bool, DataError> {
         let metadata = handle.metadata().map_err(|source| self.unreadable(source))?;
         let modified = metadata.modified().map_err(|source| self.unreadable(source))?;
         Ok((metadata.len(), metadata.ino(), modified) == (self.bytes, self.inode, self.modified)
@@ -262,7 +339,7 @@ impl DataFile {
     }
 
     /// That its size is another than when it was found, if it is.
-    pub(crate) fn resized(&self, handle: &File) -> Option<DataError> {
+    pub(crate) fn resized(&self, handle: &OpenFile) -> Option<DataError> {
         let now = handle.metadata().ok()?.len();
         let (path, was) = (self.path.clone(), self.bytes);
         (now != was).then_some(DataError::Resized { path, was, now })
@@ -272,7 +349,7 @@ impl DataFile {
     ///
     /// # Errors
     /// It is not.
-    pub fn check(&mut self, handle: &File) -> Result<(), DataError> {
+    pub fn check(&mut self, handle: &OpenFile) -> Result<(), DataError> {
         let metadata = handle.metadata().map_err(|source| self.unreadable(source))?;
         if metadata.len() != self.bytes {
             let (was, now) = (self.bytes, metadata.len());
@@ -319,7 +396,7 @@ impl DataFile {
 
     fn each_block(
         &self,
-        handle: &File,
+        handle: &OpenFile,
         see: &mut dyn FnMut(&[u8]) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         let mut block = vec![0; BLOCK];
@@ -331,7 +408,6 @@ impl DataFile {
                 match handle.read_at(&mut block[filled..], at) {
                     Ok(0) => break,
                     Ok(count) => filled += count,
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                     Err(source) => return Err(self.unreadable(source)),
                 }
             }
@@ -345,15 +421,18 @@ impl DataFile {
 }
 
 /// Size and time of a regular file; none for a directory.
-fn examine(root: &Path, path: &Path) -> Result<Option<DataFile>, DataError> {
+fn examine(disk: &Disk, root: &Path, path: &Path) -> Result<Option<DataFile>, DataError> {
     let read = |source: std::io::Error| {
+        if gave_up(&source).is_some_and(|gave_up| gave_up.unwanted) {
+            return DataError::GivenUp;
+        }
         if source.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) {
             let why = "it is a symbolic link into a loop";
             return DataError::Unusable { path: path.to_path_buf(), why };
         }
         DataError::Read { path: path.to_path_buf(), source }
     };
-    let metadata = std::fs::metadata(path).map_err(read)?;
+    let metadata = disk.metadata(path).map_err(read)?;
     if metadata.is_dir() {
         return Ok(None);
     }
@@ -363,11 +442,13 @@ fn examine(root: &Path, path: &Path) -> Result<Option<DataFile>, DataError> {
     }
     let name = path.strip_prefix(normal(root)).unwrap_or(path).as_os_str().as_bytes().to_vec();
     Ok(Some(DataFile {
+        disk: disk.clone(),
         path: path.to_path_buf(),
         name,
         bytes: metadata.len(),
         modified: metadata.modified().map_err(read)?,
         inode: metadata.ino(),
+        device: metadata.dev(),
         changed: (metadata.ctime(), metadata.ctime_nsec()),
         hash: [0; 32],
     }))

@@ -1,7 +1,7 @@
 //! Files that are read again and again stay open, within a bound.
 
+use crate::disk::OpenFile;
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,7 +16,7 @@ pub(crate) struct Handles(Arc<Mutex<Kept>>);
 
 #[derive(Debug)]
 struct Kept {
-    by_path: HashMap<PathBuf, (Arc<File>, u64)>,
+    by_path: HashMap<PathBuf, (Arc<OpenFile>, u64)>,
     /// By their last use.
     by_use: BTreeMap<u64, PathBuf>,
     uses: u64,
@@ -41,8 +41,8 @@ impl Handles {
     pub fn get<E>(
         &self,
         path: &Path,
-        open: impl FnOnce() -> Result<File, E>,
-    ) -> Result<(Arc<File>, bool), E> {
+        open: impl FnOnce() -> Result<OpenFile, E>,
+    ) -> Result<(Arc<OpenFile>, bool), E> {
         if let Some(file) = self.locked().used(path) {
             return Ok((file, true));
         }
@@ -66,7 +66,7 @@ impl Handles {
 }
 
 impl Kept {
-    fn used(&mut self, path: &Path) -> Option<Arc<File>> {
+    fn used(&mut self, path: &Path) -> Option<Arc<OpenFile>> {
         let (file, used) = self.by_path.get_mut(path)?;
         let path = self.by_use.remove(used)?;
         self.uses += 1;
@@ -75,7 +75,7 @@ impl Kept {
         Some(Arc::clone(file))
     }
 
-    fn put(&mut self, path: &Path, file: Arc<File>) {
+    fn put(&mut self, path: &Path, file: Arc<OpenFile>) {
         self.uses += 1;
         if let Some((_, before)) = self.by_path.insert(path.to_path_buf(), (file, self.uses)) {
             self.by_use.remove(&before);
@@ -91,6 +91,8 @@ impl Kept {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::Disk;
+    use rustix::fs::OFlags;
     use std::io::Error;
 
     #[test]
@@ -100,7 +102,8 @@ mod tests {
         (0..5).for_each(|number| std::fs::write(path(number), "text").expect("a file"));
         let handles = Handles::at_most(3);
         let get = |number| {
-            let found = handles.get::<Error>(&path(number), || File::open(path(number)));
+            let open = || OpenFile::open(&Disk::real(), &path(number), OFlags::empty());
+            let found = handles.get::<Error>(&path(number), open);
             found.expect("a file").1
         };
         assert_eq!([0, 1, 2, 0, 3].map(get), [false, false, false, true, false]);

@@ -12,7 +12,7 @@
 use super::DataError;
 use super::cache::{SHARED_BYTES_MIN, SILENT_MAX};
 use super::content::{self, Content, Wish};
-use super::progress::Progress;
+use crate::disk::{Progress, Verdict, verdict};
 use super::tokenize;
 use rustix::fs::{FlockOperation, flock};
 use std::collections::{BTreeMap, HashMap};
@@ -51,7 +51,13 @@ struct Entry {
     used: u64,
 }
 
-type Entries = HashMap<Key, Entry>;
+/// The entries of a group.
+#[derive(Default)]
+struct Entries {
+    by_key: HashMap<Key, Entry>,
+    /// What lies there cannot be read, and may be good: nothing is put in its place.
+    unread: bool,
+}
 
 /// What the files hold, in their order, and which of them no index knew: from `folder`'s index, or
 /// read, and written there.
@@ -145,7 +151,7 @@ impl Asking<'_> {
             let mut entries = load(folder, *group);
             let stale = self.look(&mut entries, wanted);
             if let Some(_lock) = stale.then(|| try_lock(folder, *group)).flatten() {
-                save(folder, *group, &mut entries);
+                entries.save(folder, *group);
             }
             !wanted.is_empty()
         });
@@ -177,7 +183,7 @@ impl Asking<'_> {
         let mut stale = false;
         wanted.retain(|index| {
             let wish = &self.wishes[*index];
-            let Some(entry) = entries.get_mut(&key(wish)) else { return true };
+            let Some(entry) = entries.by_key.get_mut(&key(wish)) else { return true };
             // An id that is too large is named by whoever reads the file.
             if entry.stamp != stamp(wish) || !entry.content.is_within(&wish.ids) {
                 return true;
@@ -227,7 +233,7 @@ impl Asking<'_> {
         taken.iter().for_each(|taken| taken.say(0));
         self.read(&indices, &mut taken);
         for mut taken in taken {
-            save(folder, taken.group, &mut taken.entries);
+            taken.entries.save(folder, taken.group);
         }
     }
 
@@ -250,7 +256,7 @@ impl Asking<'_> {
             let (key, stamp, content) = (key(wish), stamp(wish), found.content);
             if let Some(place) = places.get(&group_of(&key)).filter(|_| found.settled) {
                 let entry = Entry { stamp, content, used: self.now };
-                taken[*place].entries.insert(key, entry);
+                taken[*place].entries.by_key.insert(key, entry);
             }
         }
         if let Some((at, error)) = error {
@@ -337,15 +343,24 @@ fn load(folder: &Path, group: usize) -> Entries {
         Ok(Some(bytes))
     };
     match read() {
-        Ok(bytes) => bytes.and_then(|bytes| decode(&bytes)).unwrap_or_else(|| {
-            tracing::warn!(path = %path.display(), "an index that is not whole; made anew");
-            Entries::new()
-        }),
-        Err(_) => Entries::new(),
+        Ok(bytes) => {
+            let by_key = bytes.and_then(|bytes| decode(&bytes)).unwrap_or_else(|| {
+                tracing::warn!(path = %path.display(), "an index that is not whole; made anew");
+                HashMap::new()
+            });
+            Entries { by_key, unread: false }
+        }
+        Err(error) => {
+            let unread = verdict(&error) != Verdict::Missing;
+            if unread {
+                tracing::warn!(%error, path = %path.display(), "an index that cannot be read");
+            }
+            Entries { unread, ..Entries::default() }
+        }
     }
 }
 
-fn decode(bytes: &[u8]) -> Option<Entries> {
+fn decode(bytes: &[u8]) -> Option<HashMap<Key, Entry>> {
     let (body, hash) = bytes.split_at_checked(bytes.len().checked_sub(HASH_BYTES)?)?;
     let (head, entries) = body.split_at_checked(HEAD_BYTES)?;
     if head[..8] != MAGIC[..] || hash != blake3::hash(body).as_bytes() {
@@ -372,7 +387,7 @@ fn decode_entry(bytes: &[u8; ENTRY_BYTES]) -> Option<(Key, Entry)> {
     Some((*key, Entry { stamp, content, used: words.next()? }))
 }
 
-fn encode(entries: &Entries) -> Vec<u8> {
+fn encode(entries: &HashMap<Key, Entry>) -> Vec<u8> {
     let size = HEAD_BYTES + entries.len() * ENTRY_BYTES + HASH_BYTES;
     let mut bytes = Vec::with_capacity(size);
     bytes.extend(MAGIC);
@@ -390,27 +405,33 @@ fn encode(entries: &Entries) -> Vec<u8> {
     bytes
 }
 
-/// Keeps the entries that were used last. What cannot be written is read again the next time.
-fn save(folder: &Path, group: usize, entries: &mut Entries) {
-    if entries.len() > ENTRIES_MAX {
-        let mut by_use: Vec<(u64, Key)> =
-            entries.iter().map(|(key, entry)| (entry.used, *key)).collect();
-        by_use.sort_unstable();
-        let surplus = entries.len() - ENTRIES_MAX;
-        for (_, key) in &by_use[..surplus] {
-            entries.remove(key);
+impl Entries {
+    /// Keeps those that were used last. What cannot be written is read again the next time.
+    fn save(&mut self, folder: &Path, group: usize) {
+        if self.unread {
+            return;
         }
-    }
-    // Only one without a lock can meet another of its name: then the last one counts.
-    let part = path(folder, group, &format!("{}.part", std::process::id()));
-    let written = private().truncate(true).open(&part).and_then(|mut file| {
-        file.write_all(&encode(entries))?;
-        file.sync_data()?;
-        std::fs::rename(&part, path(folder, group, "index"))
-    });
-    if let Err(error) = written {
-        tracing::warn!(%error, folder = %folder.display(), "the index cannot be written");
-        let _ = std::fs::remove_file(&part);
+        let entries = &mut self.by_key;
+        if entries.len() > ENTRIES_MAX {
+            let mut by_use: Vec<(u64, Key)> =
+                entries.iter().map(|(key, entry)| (entry.used, *key)).collect();
+            by_use.sort_unstable();
+            let surplus = entries.len() - ENTRIES_MAX;
+            for (_, key) in &by_use[..surplus] {
+                entries.remove(key);
+            }
+        }
+        // Only one without a lock can meet another of its name: then the last one counts.
+        let part = path(folder, group, &format!("{}.part", std::process::id()));
+        let written = private().truncate(true).open(&part).and_then(|mut file| {
+            file.write_all(&encode(entries))?;
+            file.sync_data()?;
+            std::fs::rename(&part, path(folder, group, "index"))
+        });
+        if let Err(error) = written {
+            tracing::warn!(%error, folder = %folder.display(), "the index cannot be written");
+            let _ = std::fs::remove_file(&part);
+        }
     }
 }
 

@@ -3,7 +3,8 @@
 use super::documents::{Format, Position, Reader};
 use super::files::DataFile;
 use super::handles::Handles;
-use super::open::{checked, megatron_bin, token_store};
+use super::open::token_store;
+use super::pairs::{checked, megatron_bin};
 use super::store::Store;
 use super::tokenize::{self, Recipe};
 use super::tokenizer::Encoder;
@@ -54,7 +55,7 @@ pub fn detect(
     let plain = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
     let ends = |endings: &[&str]| endings.iter().any(|ending| plain.ends_with(ending));
     let bad = |why: &str| Err(DataError::bad(&file.path, "byte 0", why));
-    if ends(&[".idx"]) || ends(&[".bin"]) && file.path.with_extension("idx").exists() {
+    if ends(&[".idx"]) || ends(&[".bin"]) && file.is_beside("idx")? {
         return Ok(Kind::Megatron);
     }
     if header::is_headered(&head) || dtype.is_some() {

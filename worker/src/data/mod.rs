@@ -11,13 +11,13 @@
 
 pub mod durable;
 mod error;
-mod progress;
 mod files;
 mod content;
 mod index;
 mod handles;
 mod store;
 mod stream;
+mod batch;
 pub mod megatron;
 pub mod header;
 pub mod line;
@@ -31,6 +31,7 @@ mod tokenize;
 mod cache;
 mod divide;
 mod open;
+mod pairs;
 mod order;
 mod overlap;
 mod desk;
@@ -40,6 +41,7 @@ pub mod inspect;
 pub mod learn;
 pub mod prepare;
 
+pub use batch::Batch;
 pub use desk::{Closing, Desk, Overlaps, answer};
 pub(crate) use durable::replace;
 pub use documents::{Format, LINE_BYTES_MAX, Position};
@@ -47,7 +49,7 @@ pub use error::DataError;
 pub use feeder::{Batches, Feeder};
 pub use files::{DataFile, find};
 pub use listing::{Listed, Listing};
-pub use progress::Progress;
+pub use crate::disk::Progress;
 pub use overlap::{DocumentOverlap, Doubled};
 pub use order::{MIX_BLOCK, Mix, permute};
 pub use store::Width;
@@ -55,6 +57,7 @@ pub use stream::Stream;
 pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
+use crate::disk::Disk;
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
 use open::{Access, Opened, Opening, Origin, Part};
 use std::collections::HashMap;
@@ -79,6 +82,8 @@ pub struct Corpus {
     global_batch: u64,
     micro_batch: u64,
     sequence: u64,
+    /// What all of it is read by.
+    disk: Disk,
     /// The batch that was asked for last.
     scratch: Batch,
     /// Where the worker has the data open: whom to ask, and the held-out windows there.
@@ -108,9 +113,22 @@ impl Corpus {
         vocabulary: u32,
         progress: &Progress,
     ) -> Result<Corpus, DataError> {
+        Corpus::open_on(&Disk::real().counting(progress.clone()), data, training, vocabulary)
+    }
+
+    /// As `open`, by way of a disk with its patience and its progress; so are all reads later.
+    ///
+    /// # Errors
+    /// See [`DataError`]; it names the file, and where in it.
+    pub fn open_on(
+        disk: &Disk,
+        data: &DataConfig,
+        training: &TrainingConfig,
+        vocabulary: u32,
+    ) -> Result<Corpus, DataError> {
         let (handles, folder) = (handles::Handles::default(), cache::folder());
-        let access = Access { handles, folder, progress: progress.clone() };
-        let encoder = Encoder::open(&data.tokenizer)?;
+        let access = Access { handles, folder, disk: disk.clone() };
+        let encoder = Encoder::open_on(disk, &data.tokenizer)?;
         if any(data, &|source| !is_tokenized(source)) {
             encoder.check(vocabulary)?;
         }
@@ -152,10 +170,12 @@ impl Corpus {
             global_batch: training.global_batch_size.into(),
             micro_batch: training.micro_batch_size.into(),
             sequence,
+            disk: disk.clone(),
             scratch: Batch::default(),
             elsewhere: None,
         };
         corpus.is_large_enough()?;
+        disk.is_known();
         Ok(corpus)
     }
 
@@ -233,12 +253,23 @@ impl Corpus {
     /// The file of the documents' tokens cannot be read.
     pub fn all_overlaps(&self) -> Result<Overlaps, DataError> {
         if let Some((desk, _)) = &self.elsewhere {
-            return desk.overlaps();
+            return desk.overlaps(&self.over());
         }
         let mut named = self.overlaps();
         let files = named.len();
         named.truncate(OVERLAPS_NAMED);
         Ok(Overlaps { files, named, documents: self.document_overlap()? })
+    }
+
+    /// What it is read by: its clock, its progress, and whether it stumbles.
+    pub(crate) fn disk(&self) -> &Disk {
+        &self.disk
+    }
+
+    /// Whether nobody waits for what is read.
+    fn over(&self) -> impl Fn() -> bool + use<> {
+        let disk = self.disk.clone();
+        move || disk.progress().is_given_up()
     }
 
     /// Tokens of a sequence.
@@ -288,7 +319,7 @@ impl Corpus {
         batch: &mut Batch,
     ) -> Result<(), DataError> {
         if let Some((desk, _)) = &self.elsewhere {
-            return desk.micro_batch(step, index, batch);
+            return desk.micro_batch((step, index), &self.over(), batch);
         }
         let first = step * self.global_batch + u64::from(index) * self.micro_batch;
         batch.keep_apart(self.reset_at_boundaries);
@@ -322,7 +353,7 @@ impl Corpus {
     /// A file changed or cannot be read.
     pub fn fill_held_out(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
         if let Some((desk, _)) = &self.elsewhere {
-            return desk.held_out(first, batch);
+            return desk.held_out(first, &self.over(), batch);
         }
         let windows = self.held_out_windows();
         let sequence = self.sequence as usize;
@@ -371,47 +402,6 @@ impl Corpus {
             at -= windows;
         }
         panic!("a window behind the last");
-    }
-}
-
-/// Sequences for the model: [sequences, S] each.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Batch {
-    pub ids: Vec<u32>,
-    pub targets: Vec<u32>,
-    /// For each token where its document begins in its sequence, if documents are kept apart.
-    pub starts: Option<Vec<u32>>,
-}
-
-impl Batch {
-    pub fn new(tokens: usize) -> Batch {
-        Batch { ids: vec![0; tokens], targets: vec![0; tokens], starts: None }
-    }
-
-    fn resize(&mut self, tokens: usize) {
-        self.ids.resize(tokens, 0);
-        self.targets.resize(tokens, 0);
-    }
-
-    fn keep_apart(&mut self, apart: bool) {
-        let starts = self.starts.take();
-        self.starts = apart.then(|| {
-            let mut starts = starts.unwrap_or_default();
-            starts.resize(self.ids.len(), 0);
-            starts
-        });
-    }
-
-    fn row(
-        &mut self,
-        stream: &mut Stream,
-        at: u64,
-        row: usize,
-        sequence: usize,
-    ) -> Result<(), DataError> {
-        let range = row * sequence..(row + 1) * sequence;
-        let starts = self.starts.as_mut().map(|starts| &mut starts[range.clone()]);
-        stream.window(at, &mut self.ids[range.clone()], &mut self.targets[range], starts)
     }
 }
 

@@ -7,19 +7,16 @@ use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
 use super::handles::Handles;
 use super::index;
-use super::megatron::{self, Index, ReadAt};
+use super::megatron::{self, Index};
+use super::pairs::{At, checked, megatron_bin};
 use super::overlap::Documents;
-use super::progress::Progress;
 use super::store::{Store, Width};
 use super::stream::Stream;
 use super::tokenize::{self, Recipe};
 use super::tokenizer::Encoder;
 use super::{DataError, header};
+use crate::disk::Disk;
 use moejob_protocol::config::{DataConfig, DataSource, TokenType};
-use std::fs::File;
-use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -62,19 +59,19 @@ pub(crate) struct Opening<'a> {
     pub access: &'a Access,
 }
 
-/// How files are got at: what stays open, the node's index, and who is told of the work.
+/// How files are got at: what stays open, the node's index, and the disk that reads them.
 #[derive(Debug)]
 pub(crate) struct Access {
     pub handles: Handles,
     /// Of this user alone, shared by the workers of the node.
     pub folder: Option<PathBuf>,
-    pub progress: Progress,
+    pub disk: Disk,
 }
 
 impl Access {
     /// What files hold; in their order.
     pub fn contents(&self, wishes: &[Wish]) -> Result<Vec<(Content, bool)>, DataError> {
-        index::contents(wishes, self.folder.as_deref(), &self.progress)
+        index::contents(wishes, self.folder.as_deref(), self.disk.progress())
     }
 }
 
@@ -83,7 +80,8 @@ impl Opening<'_> {
     /// See [`DataError`]; it names the file and where in it.
     pub fn open(&self, source: &DataSource) -> Result<Opened, DataError> {
         let find = |root: &String, paths: &Vec<String>, exclude: &Vec<String>| {
-            files::find(Path::new(root), paths, exclude, &self.data.exclude)
+            let disk = &self.access.disk;
+            files::find(disk, Path::new(root), paths, exclude, &self.data.exclude)
         };
         match source {
             DataSource::Text { root, paths, exclude } => {
@@ -118,7 +116,7 @@ impl Opening<'_> {
     }
 
     fn stream(&self) -> Stream {
-        Stream::new(self.data.reset_at_boundaries)
+        Stream::new(self.data.reset_at_boundaries).on(&self.access.disk)
     }
 
     /// Text whose bytes are its tokens, read where it lies.
@@ -241,8 +239,9 @@ impl Opening<'_> {
                     (at, number) = (at + tokens, number + 1);
                     Ok(())
                 };
-                head.each_document(&mut At(&handle), store.tokens * head.width.bytes(), see)
-                    .map_err(|stop| stop.at(&index.path))?;
+                let mut at_index = At::new(&handle);
+                head.each_document(&mut at_index, store.tokens * head.width.bytes(), see)
+                    .map_err(|stop| stop.at(index, at_index))?;
                 index.clone().check(&handle)?;
                 for part in 0..2 {
                     if parts[part].documents() > before[part] {
@@ -327,8 +326,8 @@ impl Opening<'_> {
         key.update(print.as_bytes());
         key.update(&recipe.encoder.fingerprint());
         key.update(format!("{format:?} {:?} {width:?}", recipe.end_of_document).as_bytes());
-        let progress = &self.access.progress;
-        cache::tokenized(folder, &key.finalize(), width, progress, &mut |making| {
+        let (disk, progress) = (&self.access.disk, self.access.disk.progress());
+        cache::tokenized(folder, &key.finalize(), width, disk, &mut |making| {
             let cutter = recipe.encoder.cutter();
             let reader = Reader::new(files.clone(), format.clone(), Position::default(), cutter);
             let mut raw = 0;
@@ -396,9 +395,9 @@ enum Stop {
 }
 
 impl Stop {
-    fn at(self, path: &Path) -> DataError {
+    fn at(self, index: &DataFile, at: At) -> DataError {
         match self {
-            Stop::Refused(refused) => DataError::bad(path, refused.at, refused.why),
+            Stop::Refused(refused) => at.refused(index, refused),
             Stop::Data(error) => error,
         }
     }
@@ -414,48 +413,6 @@ impl From<DataError> for Stop {
     fn from(error: DataError) -> Stop {
         Stop::Data(error)
     }
-}
-
-pub(crate) struct At<'a>(pub &'a File);
-
-impl ReadAt for At<'_> {
-    fn read_at(&mut self, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        self.0.read_exact_at(into, offset)
-    }
-}
-
-/// The `.bin` beside an `.idx`. None for a `.bin` whose `.idx` stands for it.
-pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataError> {
-    let ending = index.path.extension().map(OsStrExt::as_bytes);
-    match ending {
-        Some(b"idx") => DataFile::named(&index.path.with_extension("bin")).map(|mut bin| {
-            // Its name as the sources have it: relative to the root.
-            bin.name = index.name.clone();
-            bin.name.truncate(index.name.len() - 3);
-            bin.name.extend(b"bin");
-            Some(bin)
-        }),
-        Some(b"bin") if index.path.with_extension("idx").exists() => Ok(None),
-        _ => {
-            let why = "it is no .idx file of Megatron, and none lies beside it";
-            Err(DataError::Unusable { path: index.path.clone(), why })
-        }
-    }
-}
-
-/// The head of an index that agrees with its `.bin` throughout.
-pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataError> {
-    let refused = |refused: megatron::Refused| {
-        DataError::bad(&index.path, refused.at, refused.why)
-    };
-    let handle = index.open()?;
-    let head = Index::open(&mut At(&handle), index.bytes).map_err(refused)?;
-    if !bin.bytes.is_multiple_of(head.width.bytes()) {
-        let why = format!("{} bytes are no whole number of {}", bin.bytes, head.width.name());
-        return Err(DataError::bad(&bin.path, "the end", why));
-    }
-    head.each_document(&mut At(&handle), bin.bytes, &mut |_| Ok(())).map_err(refused)?;
-    Ok(head)
 }
 
 /// The tokens of a file with llm.c's header, or of a flat one of `dtype`.

@@ -123,7 +123,7 @@ fn overlap_of_at_most(
 #[cfg(test)]
 mod tests {
     use super::super::cache::{Making, tokenized};
-    use super::super::progress::Progress;
+    use crate::disk::Disk;
     use super::super::store::Width;
     use super::*;
 
@@ -149,8 +149,8 @@ mod tests {
             }
             Ok(())
         };
-        let (key, progress) = (blake3::hash(b"key"), Progress::default());
-        let made = tokenized(None, &key, Width::U16, &progress, &mut fill).expect("tokens");
+        let (key, disk) = (blake3::hash(b"key"), Disk::real());
+        let made = tokenized(None, &key, Width::U16, &disk, &mut fill).expect("tokens");
         let held_files = Some(vec![false, true]);
         let documents = Documents { made, files, held_files, fraction: 0.0, held_out };
         Part { documents: Some(documents), ..Part::default() }

@@ -1,12 +1,13 @@
 //! A column of text in a Parquet file, row group after row group.
 
 use super::DataError;
+use super::documents::Source;
 use parquet::basic::Type as Physical;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use std::fs::File;
+use parquet::file::reader::{ChunkReader, FileReader, Length, SerializedFileReader};
+use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
 /// Rows read at once.
@@ -17,7 +18,7 @@ const COLUMN_BYTES_MAX: i64 = 4 << 30;
 /// The texts of one column.
 pub(crate) struct Rows {
     path: PathBuf,
-    file: SerializedFileReader<File>,
+    file: SerializedFileReader<Source>,
     column: usize,
     optional: bool,
     /// The next row group.
@@ -29,7 +30,7 @@ pub(crate) struct Rows {
 impl Rows {
     /// # Errors
     /// It is no Parquet, has no such column, or the column holds no text.
-    pub fn open(handle: File, path: &Path, column: &str) -> Result<Rows, DataError> {
+    pub fn open(handle: Source, path: &Path, column: &str) -> Result<Rows, DataError> {
         let bad = |at: &str, why: String| DataError::bad(path, at, why);
         let file =
             SerializedFileReader::new(handle).map_err(|error| bad("the footer", say(&error)))?;
@@ -111,6 +112,27 @@ impl Rows {
 
     fn bad(&self, why: String) -> DataError {
         DataError::bad(&self.path, format!("row {}", self.row + 1), why)
+    }
+}
+
+impl Length for Source {
+    fn len(&self) -> u64 {
+        // One that cannot be told is one that no footer fits into.
+        Source::len(self).unwrap_or(0)
+    }
+}
+
+impl ChunkReader for Source {
+    type T = BufReader<Source>;
+
+    fn get_read(&self, start: u64) -> Result<BufReader<Source>, ParquetError> {
+        Ok(BufReader::new(self.from(start)?))
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> Result<bytes::Bytes, ParquetError> {
+        let mut bytes = vec![0; length];
+        self.from(start)?.read_exact(&mut bytes)?;
+        Ok(bytes.into())
     }
 }
 

@@ -13,6 +13,7 @@ use super::files::DataFile;
 use super::megatron;
 use super::store::Width;
 use super::tokenize::{self, Recipe, Tokens};
+use crate::disk::{Disk, OpenFile};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -153,8 +154,8 @@ impl Prepare {
 
 /// The files that grow.
 struct Output {
-    tokens: BufWriter<File>,
-    lengths: BufWriter<File>,
+    tokens: BufWriter<OpenFile>,
+    lengths: BufWriter<OpenFile>,
     paths: [PathBuf; 3],
     width: Width,
     state: State,
@@ -176,17 +177,20 @@ impl Output {
             State { run, position: Position::default(), bytes: 0, documents: 0, tokens: 0 };
         let state = saved(&paths[2], &fresh, prepare.files.len())?.unwrap_or(fresh);
         let width = prepare.width();
+        // What is written has the patience of what is read.
+        let disk = prepare.files.first().map_or_else(Disk::real, |file| file.disk.clone());
         let file = |path: &PathBuf, bytes: u64| {
             let write = |source| PrepareError::Write { path: path.clone(), source };
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false);
-            let mut file = options.open(path).map_err(write)?;
+            let file = options.open(path).map_err(write)?;
             if file.metadata().map_err(write)?.len() < bytes {
                 let why = "it is shorter than its state says; delete it and the state";
                 return Err(PrepareError::State { path: path.clone(), why: why.to_string() });
             }
             file.set_len(bytes).map_err(write)?;
-            file.seek(SeekFrom::End(0)).map_err(write)?;
+            let mut file = OpenFile::of(&disk, file, path);
+            file.seek(SeekFrom::Start(bytes)).map_err(write)?;
             Ok(BufWriter::with_capacity(1 << 20, file))
         };
         Ok(Output {

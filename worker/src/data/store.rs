@@ -3,9 +3,8 @@
 use super::DataError;
 use super::files::DataFile;
 use super::handles::Handles;
+use crate::disk::{Disk, OpenFile, gave_up};
 use moejob_protocol::config::TokenType;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -128,7 +127,7 @@ enum Backing {
     /// The user's, which may change under us.
     Named(DataFile, Handles),
     /// Ours: nobody writes it any more.
-    Spooled(Arc<File>),
+    Spooled(Arc<OpenFile>),
 }
 
 impl Store {
@@ -138,7 +137,7 @@ impl Store {
     }
 
     /// Of a file of ours.
-    pub fn spooled(file: Arc<File>, width: Width, offset: u64, tokens: u64) -> Store {
+    pub fn spooled(file: Arc<OpenFile>, width: Width, offset: u64, tokens: u64) -> Store {
         Store { backing: Backing::Spooled(file), width, offset, tokens }
     }
 
@@ -198,15 +197,19 @@ impl Store {
     }
 }
 
-fn spool_failed(source: std::io::Error) -> DataError {
-    DataError::Spool { folder: std::env::temp_dir(), source }
+/// What keeps a file of ours from being written or read.
+pub(crate) fn spool_failed(source: std::io::Error) -> DataError {
+    match gave_up(&source) {
+        Some(gave_up) if gave_up.unwanted => DataError::GivenUp,
+        _ => DataError::Spool { folder: std::env::temp_dir(), source },
+    }
 }
 
 /// A temporary file without a name: it goes with the process.
 ///
 /// # Errors
 /// The folder for temporary files cannot be written.
-pub(crate) fn nameless() -> Result<File, DataError> {
+pub(crate) fn nameless(disk: &Disk) -> Result<OpenFile, DataError> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let name = format!("moejob-{}-{number}", std::process::id());
@@ -224,5 +227,5 @@ pub(crate) fn nameless() -> Result<File, DataError> {
     });
     let file = made.map_err(spool_failed)?;
     std::fs::remove_file(&path).map_err(spool_failed)?;
-    Ok(file)
+    Ok(OpenFile::of(disk, file, &path))
 }

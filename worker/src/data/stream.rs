@@ -1,9 +1,8 @@
 //! Documents one after the other, as one stream of tokens, cut into windows.
 
 use super::DataError;
-use super::store::{Store, nameless};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use super::store::{Store, nameless, spool_failed};
+use crate::disk::{Disk, OpenFile};
 use std::sync::Arc;
 
 /// Documents between two anchors of `Marks`: a block of 4 KiB.
@@ -41,6 +40,12 @@ impl Stream {
     /// `apart`: windows will be asked where documents begin.
     pub fn new(apart: bool) -> Stream {
         Stream { marks: apart.then(Marks::default), ..Stream::default() }
+    }
+
+    /// Whatever it keeps in files goes by way of `disk`.
+    pub(crate) fn on(mut self, disk: &Disk) -> Stream {
+        self.marks.iter_mut().for_each(|marks| marks.disk = disk.clone());
+        self
     }
 
     /// Documents end with this id, which is looked for in every window.
@@ -175,9 +180,10 @@ impl Stream {
 /// Ascending positions; all but the first million in a file, with every 512th in memory.
 #[derive(Clone, Debug, Default)]
 struct Marks {
+    disk: Disk,
     anchors: Vec<u64>,
     /// Complete blocks of 512.
-    file: Option<Arc<File>>,
+    file: Option<Arc<OpenFile>>,
     /// In memory; the first of it is number `written`.
     tail: Vec<u64>,
     written: usize,
@@ -191,15 +197,12 @@ impl Marks {
         self.tail.push(mark);
         if self.tail.len() == MARKS_IN_MEMORY {
             if self.file.is_none() {
-                self.file = Some(Arc::new(nameless()?));
+                self.file = Some(Arc::new(nameless(&self.disk)?));
             }
             let bytes: Vec<u8> = self.tail.iter().flat_map(|mark| mark.to_le_bytes()).collect();
             if let Some(file) = &self.file {
                 let at = self.written as u64 * 8;
-                file.write_all_at(&bytes, at).map_err(|source| DataError::Spool {
-                    folder: std::env::temp_dir(),
-                    source,
-                })?;
+                file.write_all_at(&bytes, at).map_err(spool_failed)?;
             }
             self.written += self.tail.len();
             self.tail.clear();
@@ -231,8 +234,7 @@ impl Marks {
         }
         let Some(file) = &self.file else { return Ok(()) };
         let mut bytes = vec![0; MARKS_PER_ANCHOR * 8];
-        file.read_exact_at(&mut bytes, first as u64 * 8)
-            .map_err(|source| DataError::Spool { folder: std::env::temp_dir(), source })?;
+        file.read_exact_at(&mut bytes, first as u64 * 8).map_err(spool_failed)?;
         let (words, _) = bytes.as_chunks::<8>();
         words.iter().for_each(|word| see(u64::from_le_bytes(*word)));
         Ok(())

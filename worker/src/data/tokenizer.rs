@@ -2,7 +2,9 @@
 
 use super::DataError;
 use super::cut::Cutter;
+use crate::disk::{Disk, OpenFile, Verdict, gave_up, verdict};
 use moejob_protocol::config::Tokenizer;
+use rustix::fs::OFlags;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,9 +51,17 @@ impl Encoder {
     /// # Errors
     /// The file is no tokenizer.
     pub fn open(tokenizer: &Tokenizer) -> Result<Encoder, DataError> {
+        Encoder::open_on(&Disk::real(), tokenizer)
+    }
+
+    /// Read with the patience of `disk`.
+    ///
+    /// # Errors
+    /// The file is no tokenizer.
+    pub(crate) fn open_on(disk: &Disk, tokenizer: &Tokenizer) -> Result<Encoder, DataError> {
         match tokenizer {
             Tokenizer::Bytes => Ok(Encoder::Bytes),
-            Tokenizer::Path(path) => Encoder::read(Path::new(path)),
+            Tokenizer::Path(path) => Encoder::read_on(disk, Path::new(path)),
         }
     }
 
@@ -60,14 +70,25 @@ impl Encoder {
     /// # Errors
     /// The file is no tokenizer.
     pub fn read(path: &Path) -> Result<Encoder, DataError> {
-        let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
+        Encoder::read_on(&Disk::real(), path)
+    }
+
+    fn read_on(disk: &Disk, path: &Path) -> Result<Encoder, DataError> {
+        let in_folder = disk.metadata(path).is_ok_and(|found| found.is_dir());
+        let path = if in_folder { path.join("tokenizer.json") } else { path.to_path_buf() };
         let refused = |why: String| DataError::Tokenizer { path: path.clone(), why };
-        let metadata =
-            std::fs::metadata(&path).map_err(|error| refused(error.to_string()))?;
+        let unread = |source: std::io::Error| match gave_up(&source) {
+            Some(gave_up) if gave_up.unwanted => DataError::GivenUp,
+            None if verdict(&source) != Verdict::Stumbles => refused(source.to_string()),
+            _ => DataError::Read { path: path.clone(), source },
+        };
+        let metadata = disk.metadata(&path).map_err(unread)?;
         if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
             return Err(refused(format!("it is no file of at most {FILE_BYTES_MAX} bytes")));
         }
-        let bytes = std::fs::read(&path).map_err(|error| refused(error.to_string()))?;
+        let file = OpenFile::open(disk, &path, OFlags::NONBLOCK).map_err(unread)?;
+        let mut bytes = vec![0; metadata.len() as usize];
+        file.read_exact_at(&mut bytes, 0).map_err(unread)?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)
             .map_err(|error| refused(error.to_string()))?;
         follows_its_file(&tokenizer, &bytes).map_err(refused)?;

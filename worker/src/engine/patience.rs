@@ -43,7 +43,7 @@ impl Patience {
         }
         let mut all: Vec<Duration> = self.took.iter().copied().collect();
         all.sort_unstable();
-        ((all[all.len() / 2] * TIMES).max(LEAST) + self.more).min(OTHERWISE)
+        (all[all.len() / 2] * TIMES).max(LEAST) + self.more
     }
 }
 
@@ -54,6 +54,8 @@ pub(crate) struct Deadline {
     began: Instant,
     /// Milliseconds since `began`.
     at: AtomicU64,
+    /// How long a micro-batch may take, in milliseconds.
+    limit: AtomicU64,
 }
 
 /// No step is under way.
@@ -64,25 +66,30 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 impl Deadline {
     pub fn new() -> Arc<Deadline> {
-        Arc::new(Deadline { began: Instant::now(), at: AtomicU64::new(NEVER) })
+        let [at, limit] = [NEVER; 2].map(AtomicU64::new);
+        Arc::new(Deadline { began: Instant::now(), at, limit })
     }
 
     pub fn set(&self, limit: Duration) {
         let until = (self.began.elapsed() + limit).as_millis();
         self.at.store(u64::try_from(until).unwrap_or(NEVER), Ordering::Relaxed);
+        let limit = u64::try_from(limit.as_millis()).unwrap_or(NEVER);
+        self.limit.store(limit, Ordering::Relaxed);
     }
 
     pub fn clear(&self) {
         self.at.store(NEVER, Ordering::Relaxed);
     }
 
-    /// Does what is no work of the device, and does not count: to wait for data, for example.
+    /// Does what is no work of the device, and does not count: to wait for data, for example. What
+    /// comes behind it, a micro-batch, has all of the limit: a step may have any number of them.
     pub fn outside<T>(&self, work: impl FnOnce() -> T) -> T {
         let at = self.at.swap(NEVER, Ordering::Relaxed);
-        let began = Instant::now();
         let done = work();
-        let took = u64::try_from(began.elapsed().as_millis()).unwrap_or(NEVER);
-        self.at.store(at.saturating_add(took), Ordering::Relaxed);
+        if at != NEVER {
+            let limit = Duration::from_millis(self.limit.load(Ordering::Relaxed));
+            self.set(limit);
+        }
         done
     }
 
@@ -149,11 +156,11 @@ mod tests {
         assert_eq!(limit_after(&[9_000, 300]), 600_000, "first steps");
         assert_eq!(limit_after(&[300]), 6_000, "the median");
         assert_eq!(limit_after(&[10; 16]), 5_000, "at least");
-        assert_eq!(limit_after(&[400_000; 40]), 600_000, "at most");
+        assert_eq!(limit_after(&[400_000; 40]), 8_000_000, "long steps have long limits");
         assert_eq!(limit_after(&[1_000; 40]), 20_000, "what was long ago is forgotten");
         patience.wait_out(Duration::from_secs(30));
         assert_eq!(patience.limit().as_millis(), 50_000, "a machine may stand still");
         patience.wait_out(Duration::from_secs(900));
-        assert_eq!(patience.limit(), OTHERWISE, "at most");
+        assert_eq!(patience.limit().as_millis(), 920_000, "or for long");
     }
 }

@@ -1,6 +1,6 @@
 //! Measuring on held-out sequences, between steps: the host reads as it goes.
 
-use crate::data::{Batch, Corpus};
+use crate::data::{Batch, Corpus, DataError};
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Schedule};
@@ -9,6 +9,28 @@ use crate::gang::comm::CommError;
 use crate::state::rank::DeviceError;
 use moejob_kernels::{DType, NO_EXPERT};
 use std::collections::BTreeMap;
+
+/// Where held-out sequences come from.
+pub trait HeldOut {
+    /// How many there are, `most` at most.
+    fn sequences(&self, most: u32) -> u32;
+
+    /// Fills `batch` with the sequences `first ..`.
+    ///
+    /// # Errors
+    /// A file changed or cannot be read.
+    fn fill(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError>;
+}
+
+impl HeldOut for Corpus {
+    fn sequences(&self, most: u32) -> u32 {
+        self.held_out_sequences(most)
+    }
+
+    fn fill(&mut self, first: u32, batch: &mut Batch) -> Result<(), DataError> {
+        self.fill_held_out(first, batch)
+    }
+}
 
 /// What was measured on held-out sequences.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,17 +64,17 @@ impl Engine {
     /// A peer is lost, or the data changed.
     pub fn validate(
         &mut self,
-        corpus: &mut Corpus,
+        held_out: &mut impl HeldOut,
         sequences_max: u32,
     ) -> Result<Option<Validation>, StepError> {
-        let sequences = corpus.held_out_sequences(sequences_max);
+        let sequences = held_out.sequences(sequences_max);
         if sequences == 0 {
             return Ok(None);
         }
         self.model.set_noise(None);
         self.model.device.await_marks();
         loop {
-            let (found, now) = self.held_out(corpus, sequences)?;
+            let (found, now) = self.held_out(held_out, sequences)?;
             if found.iter().all(|of_rank| of_rank.overflows == 0) {
                 self.favourites.0.extend(now.0);
                 return Ok(Some(self.mean(&found, sequences)));
@@ -67,7 +89,7 @@ impl Engine {
     /// What all ranks find in the first `sequences`, and the favourites of this one's tokens.
     fn held_out(
         &mut self,
-        corpus: &mut Corpus,
+        from: &mut impl HeldOut,
         sequences: u32,
     ) -> Result<(Vec<Found>, Favourites), StepError> {
         let Engine { model, links, favourites, .. } = self;
@@ -82,8 +104,12 @@ impl Engine {
             let schedule = Schedule::new(model, round, count, |_| Aim::Activations, tokens);
             if let Some(leaf) = schedule.own {
                 let mut batch = Batch::new(of_batch(leaf));
-                corpus.fill_held_out(leaf * sequences_each, &mut batch)?;
+                from.fill(leaf * sequences_each, &mut batch)?;
                 model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+            }
+            // A kernel waits for a peer within a limit, and the peer may wait for its data.
+            if links.world() > 1 && model.device.as_cuda().is_some() {
+                links.comm().gather_all(&[], 0)?;
             }
             let mut pass = Pass::new(model, links, &schedule.round);
             pass.forward();

@@ -4,13 +4,13 @@ use super::config::{self, Config, Family};
 use super::names::{candidates, is_ignored};
 use crate::checkpoint::safetensors::{Tensor, read_header};
 use crate::checkpoint::values::float_named;
-use crate::checkpoint::{Problem, Refusal};
+use crate::checkpoint::{Disk, Problem, Refusal};
+use crate::disk::OpenFile;
 use moejob_kernels::DType;
 use moejob_protocol::ModelConfig;
 use moejob_protocol::model::Param;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use rustix::fs::OFlags;
 use std::path::{Path, PathBuf};
 
 /// A longer `config.json` or index is refused.
@@ -53,7 +53,7 @@ pub struct Directory {
     pub params: Vec<Param>,
     /// One a parameter.
     pub places: Vec<Place>,
-    pub files: Vec<(String, File)>,
+    pub files: Vec<(String, OpenFile)>,
     /// BLAKE3 of `config.json` and of all names, shapes and places.
     pub digest: blake3::Hash,
 }
@@ -64,7 +64,15 @@ impl Directory {
     /// # Errors
     /// Everything that is wrong with it.
     pub fn open(path: &Path) -> Result<Directory, Refusal> {
-        open(path).map_err(|problems| Refusal::of(&path.display().to_string(), problems))
+        Directory::open_on(&Disk::real(), path)
+    }
+
+    /// Read with the patience of `disk`.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn open_on(disk: &Disk, path: &Path) -> Result<Directory, Refusal> {
+        open(disk, path).map_err(|problems| Refusal::of(&path.display().to_string(), problems))
     }
 }
 
@@ -72,27 +80,27 @@ fn one(what: &str, why: &str) -> Vec<Problem> {
     vec![Problem::new(what, why)]
 }
 
-fn open(path: &Path) -> Result<Directory, Vec<Problem>> {
+fn open(disk: &Disk, path: &Path) -> Result<Directory, Vec<Problem>> {
     let shown = path.display().to_string();
     let metadata =
-        std::fs::metadata(path).map_err(|error| one(&shown, &error.to_string()))?;
+        disk.metadata(path).map_err(|error| vec![Problem::of_io(&shown, &error)])?;
     if !metadata.is_dir() {
         let why = foreign(&shown).unwrap_or("it is a file; give the directory that holds it");
         return Err(one(&shown, why));
     }
-    let text = small_file(path, "config.json")?;
+    let text = small_file(disk, path, "config.json")?;
     let Config { family, model, positions, unknown } = config::read(&text)?;
     let mut hasher = blake3::Hasher::new();
     hasher.update(&text);
-    let (names, index) = file_names(path)?;
+    let (names, index) = file_names(disk, path)?;
     let mut files = Vec::new();
     let mut tensors: HashMap<String, (usize, Tensor)> = HashMap::new();
     let mut problems = Vec::new();
     for name in names {
-        let (file, header) = match open_weights(path, &name) {
+        let (file, header) = match open_weights(disk, path, &name) {
             Ok(opened) => opened,
-            Err(why) => {
-                problems.push(Problem::new(&name, &why));
+            Err(problem) => {
+                problems.push(problem);
                 continue;
             }
         };
@@ -105,7 +113,7 @@ fn open(path: &Path) -> Result<Directory, Vec<Problem>> {
                 problems.push(Problem::new(&name, &why));
             }
             if let Some((earlier, _)) = tensors.get(&tensor.name) {
-                let (earlier, _): &(String, File) = &files[*earlier];
+                let (earlier, _): &(String, OpenFile) = &files[*earlier];
                 let why = format!("{} comes twice: here and in {earlier}", tensor.name);
                 problems.push(Problem::new(&name, &why));
             }
@@ -155,9 +163,13 @@ fn foreign(name: &str) -> Option<&'static str> {
     }
 }
 
-pub(super) fn small_file(path: &Path, name: &str) -> Result<Vec<u8>, Vec<Problem>> {
+pub(super) fn small_file(
+    disk: &Disk,
+    path: &Path,
+    name: &str,
+) -> Result<Vec<u8>, Vec<Problem>> {
     let read = || -> std::io::Result<Vec<u8>> {
-        let (file, bytes) = open_regular(&path.join(name))?;
+        let (file, bytes) = open_regular(disk, &path.join(name))?;
         if bytes > JSON_BYTES_MAX {
             let why = format!("{bytes} bytes, at most {JSON_BYTES_MAX}");
             return Err(std::io::Error::other(why));
@@ -171,14 +183,13 @@ pub(super) fn small_file(path: &Path, name: &str) -> Result<Vec<u8>, Vec<Problem
             let why = "it is missing: a Hugging Face directory holds it beside its *.safetensors";
             one(name, why)
         }
-        _ => one(name, &error.to_string()),
+        _ => vec![Problem::of_io(name, &error)],
     })
 }
 
 /// Links are followed: the hub's cache is made of them.
-fn open_regular(path: &Path) -> std::io::Result<(File, u64)> {
-    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+fn open_regular(disk: &Disk, path: &Path) -> std::io::Result<(OpenFile, u64)> {
+    let file = OpenFile::open(disk, path, OFlags::NONBLOCK)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(std::io::Error::other("it is no regular file"));
@@ -189,20 +200,26 @@ fn open_regular(path: &Path) -> std::io::Result<(File, u64)> {
 type Index = BTreeMap<String, String>;
 
 /// The weight files, and which tensor is in which, if there is an index.
-fn file_names(path: &Path) -> Result<(Vec<String>, Option<Index>), Vec<Problem>> {
-    if path.join(INDEX).symlink_metadata().is_ok() {
-        let text = small_file(path, INDEX)?;
+fn file_names(
+    disk: &Disk,
+    path: &Path,
+) -> Result<(Vec<String>, Option<Index>), Vec<Problem>> {
+    let is_there = |name: &str| {
+        let found = disk.is_there(&path.join(name));
+        found.map_err(|error| vec![Problem::of_io(name, &error)])
+    };
+    if is_there(INDEX)? || path.join(INDEX).is_symlink() {
+        let text = small_file(disk, path, INDEX)?;
         let (names, index) = read_index(&text)?;
-        let beside = path.join(SINGLE).symlink_metadata().is_ok();
+        let beside = is_there(SINGLE)?;
         if beside && !names.iter().any(|name| name == SINGLE) {
             let why = format!("{SINGLE}, which it does not name, is here too: delete what is old");
             return Err(one(INDEX, &why));
         }
         return Ok((names, Some(index)));
     }
-    let entries = std::fs::read_dir(path).map_err(|error| one(".", &error.to_string()))?;
-    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut names: Vec<String> = names.collect();
+    let names = disk.names(path).map_err(|error| vec![Problem::of_io(".", &error)]);
+    let mut names: Vec<String> = names?;
     names.sort();
     let weights: Vec<String> =
         names.iter().filter(|name| name.ends_with(".safetensors")).cloned().collect();
@@ -247,12 +264,17 @@ fn read_index(text: &[u8]) -> Result<(Vec<String>, Index), Vec<Problem>> {
     Ok((names.into_iter().collect(), whole.weight_map))
 }
 
-fn open_weights(path: &Path, name: &str) -> Result<(File, Vec<Tensor>), String> {
-    let (file, bytes) = open_regular(&path.join(name)).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => "it is missing".to_string(),
-        _ => error.to_string(),
-    })?;
-    let header = read_header(&file, bytes)?;
+fn open_weights(
+    disk: &Disk,
+    path: &Path,
+    name: &str,
+) -> Result<(OpenFile, Vec<Tensor>), Problem> {
+    let refused = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::NotFound => Problem::new(name, "it is missing"),
+        _ => Problem::of_io(name, &error),
+    };
+    let (file, bytes) = open_regular(disk, &path.join(name)).map_err(refused)?;
+    let header = read_header(&file, bytes).map_err(refused)?;
     Ok((file, header.tensors))
 }
 
@@ -260,7 +282,7 @@ fn open_weights(path: &Path, name: &str) -> Result<(File, Vec<Tensor>), String> 
 fn find_all(
     model: &ModelConfig,
     params: &[Param],
-    files: &[(String, File)],
+    files: &[(String, OpenFile)],
     tensors: HashMap<String, (usize, Tensor)>,
 ) -> Result<Vec<Place>, Vec<Problem>> {
     let mut problems = Vec::new();
@@ -326,7 +348,7 @@ fn is_tied(model: &ModelConfig, name: &str) -> bool {
 /// An output that is stored beside the embedding although it is tied to it is the embedding, or
 /// one of the two would be lost without a word.
 fn same_bytes(
-    files: &[(String, File)],
+    files: &[(String, OpenFile)],
     (embedding, bytes): (&Place, u64),
     (file, output): (usize, &Tensor),
 ) -> Result<(), Vec<Problem>> {
@@ -348,7 +370,7 @@ fn same_bytes(
         let places = [(embedding.file, embedding.begin), (file, output.begin)];
         for (block, (file, begin)) in blocks.iter_mut().zip(places) {
             let read = files[file].1.read_exact_at(&mut block[..count], begin + at);
-            read.map_err(|error| one(&files[file].0, &error.to_string()))?;
+            read.map_err(|error| vec![Problem::of_io(&files[file].0, &error)])?;
         }
         if blocks[0][..count] != blocks[1][..count] {
             return Err(differs("differs from the embedding"));

@@ -51,6 +51,6 @@ pub fn read_model(path: &Path) -> Result<(ModelConfig, Vec<String>), Vec<Problem
             return found.manifest.map(|manifest| (whole(manifest), passed_over));
         }
     }
-    let text = directory::small_file(path, "config.json")?;
+    let text = directory::small_file(&Disk::real(), path, "config.json")?;
     config::read(&text).map(|config| (config.model, Vec::new()))
 }

@@ -6,6 +6,7 @@
 //! ```
 
 use super::directory::{Directory, small_file};
+use crate::checkpoint::Disk;
 use super::weights::Weights;
 use crate::checkpoint::{Problem, Refusal};
 use crate::data::{Encoder, replace};
@@ -167,7 +168,7 @@ fn json_in(folder: &Path, name: &str) -> Result<Option<Value>, Vec<Problem>> {
     if folder.join(name).symlink_metadata().is_err() {
         return Ok(None);
     }
-    let text = small_file(folder, name)?;
+    let text = small_file(&Disk::real(), folder, name)?;
     let shown = folder.join(name).display().to_string();
     let value = serde_json::from_slice(&text);
     value.map(Some).map_err(|error| vec![Problem::new(&shown, &error.to_string())])

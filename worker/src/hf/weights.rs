@@ -6,14 +6,13 @@ use crate::checkpoint::values::{convert, first_non_finite, float_named};
 use crate::checkpoint::{
     Disk, PARTS, Problem, Refusal, Shards, newest_usable, value_differences, verify,
 };
-use crate::failure::chain;
+use crate::checkpoint::fence::FenceError;
 use crate::state::rank::{RankState, intersect};
 use moejob_kernels::DType;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::model::{Param, Role, RouterConfig, RouterKind};
 use moejob_protocol::{CheckpointManifest, ModelConfig};
 use std::collections::HashMap;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// Elements that are read at once.
@@ -25,6 +24,7 @@ pub enum Weights {
     HuggingFace(Directory),
     /// With whole experts, whatever slices they were trained in: `sources` says where these lie.
     Ours {
+        disk: Disk,
         path: PathBuf,
         manifest: Box<CheckpointManifest>,
         model: Box<ModelConfig>,
@@ -42,22 +42,37 @@ impl Weights {
     /// # Errors
     /// Everything that is wrong with it.
     pub fn open(path: &Path) -> Result<Weights, Refusal> {
-        if path.join("manifest.json").symlink_metadata().is_ok() {
+        Weights::open_on(&Disk::real(), path)
+    }
+
+    /// Read with the patience of `disk`.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn open_on(disk: &Disk, path: &Path) -> Result<Weights, Refusal> {
+        let is_there = |path: &Path| match disk.is_there(path) {
+            Ok(found) => Ok(found || path.is_symlink()),
+            Err(error) => {
+                let shown = path.display().to_string();
+                Err(Refusal::of(&shown, vec![Problem::of_io(".", &error)]))
+            }
+        };
+        if is_there(&path.join("manifest.json"))? {
             // Of a location only what was read whole is usable. One that is named is held to
             // the same, by its own name: `.` and a link to it are ways to say it.
             let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-            return Weights::ours(&path, verify(&Disk::real(), &path), Vec::new());
+            return Weights::ours(disk, &path, verify(disk, &path), Vec::new());
         }
         let inside = path.join("checkpoints");
         if path.join("job.json").is_file() && inside.is_dir() {
-            return Weights::open(&inside);
+            return Weights::open_on(disk, &inside);
         }
-        if path.symlink_metadata().is_err() {
+        if !is_there(path)? {
             let why = vec![Problem::new(".", &no_such_place(path))];
             return Err(Refusal::of(&path.display().to_string(), why));
         }
-        let is_location = path.join("config.json").symlink_metadata().is_err()
-            && crate::checkpoint::list(&Disk::real(), path).is_ok_and(|found| !found.is_empty());
+        let is_location = !is_there(&path.join("config.json"))?
+            && crate::checkpoint::list(disk, path).is_ok_and(|found| !found.is_empty());
         let name = path.display().to_string();
         if !is_location && path.file_name().is_some_and(|name| name == "checkpoints") {
             let why = "there is no checkpoint here yet: the first is written after \
@@ -70,14 +85,20 @@ impl Weights {
             return Err(Refusal::of(&name, vec![Problem::new(".", why)]));
         }
         if !is_location {
-            return Directory::open(path).map(Weights::HuggingFace);
+            return Directory::open_on(disk, path).map(Weights::HuggingFace);
         }
-        let newest = newest_usable(&Disk::real(), path)
-            .map_err(|error| Refusal::of(&name, vec![Problem::new(".", &chain(&error))]))?;
+        let newest = newest_usable(disk, path).map_err(|error| {
+            // Whether storage failed for a while stands in its source.
+            let problem = match &error {
+                FenceError::Io { source, .. } => Problem::of_io(".", source),
+                FenceError::Fenced { .. } => Problem::new(".", &error.to_string()),
+            };
+            Refusal::of(&name, vec![problem])
+        })?;
         let passed_over = newest.passed_over();
         let refusal = newest.none_usable(path);
         match newest.usable {
-            Some(found) => Weights::ours(&found.path, found.manifest, passed_over),
+            Some(found) => Weights::ours(disk, &found.path, found.manifest, passed_over),
             None => {
                 let why = vec![Problem::new(".", "no checkpoint in it can be used")];
                 Err(refusal.unwrap_or_else(|| Refusal::of(&name, why)))
@@ -86,6 +107,7 @@ impl Weights {
     }
 
     fn ours(
+        disk: &Disk,
         path: &Path,
         manifest: Result<CheckpointManifest, Vec<Problem>>,
         passed_over: Vec<String>,
@@ -97,7 +119,8 @@ impl Weights {
         let in_slices = *model != manifest.model;
         let sources = in_slices.then(|| Box::new(Sources::new(&manifest.model)));
         let (manifest, params) = (Box::new(manifest), model.params());
-        Ok(Weights::Ours { path, manifest, model, params, sources, passed_over })
+        let disk = disk.clone();
+        Ok(Weights::Ours { disk, path, manifest, model, params, sources, passed_over })
     }
 
     /// What is said of newer checkpoints that are refused, where the newest was asked for: a line
@@ -196,9 +219,8 @@ impl Weights {
             Weights::HuggingFace(directory) => {
                 stream_place(directory, &directory.places[index], param, &mut checked)?;
             }
-            Weights::Ours { path, manifest, model, sources, .. } => {
-                let disk = Disk::real();
-                let mut shards = Shards::new(&disk, path, manifest);
+            Weights::Ours { disk, path, manifest, model, sources, .. } => {
+                let mut shards = Shards::new(disk, path, manifest);
                 match sources {
                     Some(sources) if model.cut(param).is_some() => {
                         let (of, all) = ((&**model, param), 0..param.numel());
@@ -298,8 +320,10 @@ fn stream_place(
         buffer.resize((count * width) as usize, 0);
         let at = place.begin + (place.offset + start) * width;
         file.read_exact_at(&mut buffer, at).map_err(|error| {
-            Problem::new(name, &format!("{} at byte {at}: {error}", place.tensor))
+            let why = format!("{} at byte {at}: {error}", place.tensor);
+            Problem { why, ..Problem::of_io(name, &error) }
         })?;
+        file.disk().progress().read(count * width);
         take(start, &buffer)?;
         start += count;
     }

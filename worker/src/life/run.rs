@@ -442,8 +442,8 @@ impl Shell {
     fn heartbeat(&self) -> Heartbeat {
         let held = self.session.held().to_vec();
         let (phase, step, collective, loading) = match self.engines.progress() {
-            Some((control, collective)) => {
-                (control.phase(), control.step(), collective, control.loading())
+            Some((control, collective, loading)) => {
+                (control.phase(), control.step(), collective, loading)
             }
             None if self.joining.is_some() => (Phase::Joining, 0, 0, None),
             None => (Phase::Idle, 0, 0, None),

@@ -54,8 +54,10 @@ const REST_THREADS_BESIDE: usize = 2;
 /// Threads that map the pages of one window, or let them go, while another one is copied.
 const WINDOW_THREADS: usize = 4;
 
-/// How long a checksum that is still being made is waited for.
+/// How long a checksum that is still being made is waited for, and how many more bytes a second are
+/// summed at least: a shard is as large as the model makes it.
 const SUM_MAX: Duration = Duration::from_secs(60);
+const SUM_RATE_MIN: u64 = 100 << 20;
 
 /// A shard in memory; its bytes stay as long as somebody holds it.
 #[derive(Debug)]
@@ -242,7 +244,7 @@ impl Slot {
 
     /// Its bytes are those that were complete once. A checksum that is being made is waited for.
     pub fn is_sound(&self) -> bool {
-        let end = Instant::now() + SUM_MAX;
+        let end = Instant::now() + SUM_MAX + Duration::from_secs(self.used() / SUM_RATE_MIN);
         while !self.is_summed() {
             if self.label().is_none() || Instant::now() >= end {
                 return false;

@@ -67,6 +67,11 @@ pub fn shard_runs(
 /// Initial weights of everything held, from the seed; moments are zero. Counts once the state was
 /// finished.
 pub fn initialize(state: &mut impl RankState, seed: u64) {
+    initialize_telling(state, seed, &mut || {});
+}
+
+/// The same; `tell` is called with each parameter.
+pub fn initialize_telling(state: &mut impl RankState, seed: u64, tell: &mut dyn FnMut()) {
     let values: Vec<(usize, Initial)> = {
         let table = state.table();
         let held = |index: &usize| !table.needed(Part::Master, *index).is_empty();
@@ -74,6 +79,7 @@ pub fn initialize(state: &mut impl RankState, seed: u64) {
         (0..table.params.len()).filter(held).map(of).collect()
     };
     for (index, value) in values {
+        tell();
         match value {
             Initial::Constant(value) => state.fill(index, value),
             Initial::Normal(normal) => state.fill_normal(index, &normal),

@@ -1,6 +1,7 @@
 //! Small models and the text they train on.
 #![allow(dead_code)]
 
+pub mod chaos;
 pub mod disk;
 pub mod made;
 pub mod reference;

@@ -175,6 +175,8 @@ impl JobLoop {
             EventKind::CheckpointRecovered => {
                 self.event(false, "CheckpointRecovered", message, now);
             }
+            EventKind::DataDegraded => self.event(true, "DataDegraded", message, now),
+            EventKind::DataRecovered => self.event(false, "DataRecovered", message, now),
             EventKind::AttemptsClaimed => self.event(false, "EarlierJob", message, now),
             EventKind::ExchangeChosen => self.event(false, "ExchangeChosen", message, now),
             _ if event.reason == "Found" => {

@@ -13,10 +13,10 @@ const COLOURS: [&str; super::RUNS_MAX] = [
 /// Rows of the table of happenings.
 const EVENTS_SHOWN: usize = 200;
 /// What a person wants to know of a run; the rest is in events.jsonl.
-const TOLD: [&str; 13] = [
+const TOLD: [&str; 15] = [
     "AttemptStarted", "WorkerLost", "EngineLost", "Recovered", "Resumed", "CheckpointRefused",
-    "CheckpointDegraded", "CheckpointRecovered", "Warning", "JobCompleted", "JobFailed",
-    "JobSuspended", "Interrupted",
+    "CheckpointDegraded", "CheckpointRecovered", "DataDegraded", "DataRecovered", "Warning",
+    "JobCompleted", "JobFailed", "JobSuspended", "Interrupted",
 ];
 
 pub fn page(runs: &[Run]) -> String {

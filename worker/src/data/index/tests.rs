@@ -164,14 +164,29 @@ fn the_oldest_entries_go_first() {
     };
     let key = |number: u64| *blake3::hash(&number.to_le_bytes()).as_bytes();
     let count = ENTRIES_MAX as u64 + 100;
-    let mut entries: Entries = (0..count).map(|number| (key(number), entry(number))).collect();
-    save(folder.path(), 3, &mut entries);
-    let kept = load(folder.path(), 3);
+    let by_key = (0..count).map(|number| (key(number), entry(number))).collect();
+    Entries { by_key, unread: false }.save(folder.path(), 3);
+    let kept = load(folder.path(), 3).by_key;
     assert_eq!(kept.len(), ENTRIES_MAX);
     for number in 0..count {
         let expected = (number >= 100).then(|| entry(number));
         assert_eq!(kept.get(&key(number)), expected.as_ref());
     }
+}
+
+/// What cannot be read may be good: what took its place would have less.
+#[test]
+fn an_index_that_cannot_be_read_is_not_replaced() {
+    let folder = tempfile::tempdir().expect("a folder");
+    // A folder in its place gives an error that is not its absence.
+    let path = path(folder.path(), 5, "index");
+    fs::create_dir(&path).expect("a folder");
+    let mut entries = load(folder.path(), 5);
+    assert!(entries.unread);
+    fs::remove_dir(&path).expect("a folder");
+    entries.save(folder.path(), 5);
+    assert!(!path.exists(), "written over what could not be read");
+    assert!(!load(folder.path(), 5).unread, "one that is missing is made");
 }
 
 #[test]

@@ -151,7 +151,7 @@ impl Nccl {
                 stop: Arc::clone(&stop),
                 ctas_max: groups.ctas_max,
                 enter: Some(entry(cuda.gpu())),
-                ..Config::default()
+                ..Config::for_ranks(world)
             },
             groups: groups.clone(),
             aside: aside.cloned(),

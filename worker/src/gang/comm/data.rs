@@ -36,6 +36,8 @@ use tokio::time::{Instant, timeout};
 
 /// For all ranks to connect to each other.
 pub const JOIN_MS_MAX: u64 = 30_000;
+/// And so much more for each worker: a large gang has many handshakes to make.
+const JOIN_EACH_MS: u64 = 20;
 /// For bytes of the last collective to leave before the process ends.
 const DRAIN_MS_MAX: u64 = 1_000;
 /// Orders that wait for the data thread; the shell sends one at a time.
@@ -57,9 +59,9 @@ pub struct Join {
 
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    #[error("rank {rank} could not be reached within {JOIN_MS_MAX} ms: {why}")]
+    #[error("rank {rank} could not be reached in time: {why}")]
     Unreached { rank: u32, why: String },
-    #[error("rank {rank} did not come within {JOIN_MS_MAX} ms")]
+    #[error("rank {rank} did not come in time")]
     Absent { rank: u32 },
     #[error("the attempt was left before all ranks were connected")]
     Left,
@@ -272,7 +274,8 @@ impl Group {
                 return None;
             }
         };
-        let deadline = Instant::now() + Duration::from_millis(JOIN_MS_MAX);
+        let each = JOIN_EACH_MS * others.len() as u64;
+        let deadline = Instant::now() + Duration::from_millis(JOIN_MS_MAX + each);
         let mut tasks = JoinSet::new();
         let mut seats = Vec::new();
         for (member, remotes) in others {

@@ -11,6 +11,7 @@ mod place;
 mod process;
 mod shelf;
 mod thread;
+mod waits;
 mod watch;
 mod wire;
 
@@ -36,6 +37,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 use thread::Thread;
+use waits::Waits;
 use tokio::sync::mpsc;
 
 /// `process` makes an engine a process also where a node has one device, which is a processor;
@@ -167,6 +169,10 @@ struct Running {
     /// What this worker first heard of that ended the attempt. All that comes behind it follows.
     first: Option<String>,
     watches: Vec<Watch>,
+    /// What its ranks wait for, and how often one did at a tick.
+    waits: Vec<Waits>,
+    life: u64,
+    since: Instant,
 }
 
 /// An engine's beats, as they were seen last, for how many ticks they have not changed, and for how
@@ -290,7 +296,10 @@ impl Engines {
         let count = shape.count as usize;
         let node = config.members[shape.first as usize].node.clone();
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
-        let running = self.running.insert(Running { config, links, node, ends, first: None, watches });
+        let (waits, life, since) = (vec![Waits::default(); count], 0, Instant::now());
+        let first = None;
+        let running = Running { config, links, node, ends, first, watches, waits, life, since };
+        let running = self.running.insert(running);
         self.shelf.begin(&running.config, running.control(0));
         let mut outcome = Outcome::default();
         for (index, engine) in self.engines.iter_mut().enumerate() {

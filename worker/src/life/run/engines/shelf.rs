@@ -1,20 +1,23 @@
 //! The data of a worker's engines that are processes: opened once, by a thread of the worker, and
 //! kept from one attempt to the next.
 
-use crate::attempt::api::Control;
-use crate::data::{Closing, Corpus, Desk, Progress, answer};
+use crate::attempt::api::{Control, Shown, Wait};
+use crate::attempt::saves::Patience;
+use crate::data::{Closing, Corpus, Desk, answer};
+use crate::disk::Disk;
 use crate::failure::Failure;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, TrainingConfig};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 #[derive(Default)]
 pub(super) struct Shelf {
     held: Option<Held>,
-    /// The newest attempt: it shows how far the opening is, whichever attempt began that.
-    shown: Arc<Mutex<Option<Control>>>,
+    /// The newest attempt: it shows how far the opening is, whichever attempt began that, and
+    /// whether reads stumble.
+    shown: Shown,
 }
 
 /// The data of a job, opened or being opened.
@@ -24,6 +27,7 @@ struct Held {
     vocabulary: u32,
     opened: Arc<OnceLock<Opened>>,
     unwanted: Arc<AtomicBool>,
+    disk: Disk,
 }
 
 type Opened = Arc<Result<Mutex<Corpus>, Failure>>;
@@ -31,22 +35,28 @@ type Opened = Arc<Result<Mutex<Corpus>, Failure>>;
 impl Shelf {
     /// An attempt begins; `control` is its first rank's.
     pub fn begin(&mut self, config: &WorkerConfig, control: Control) {
-        *self.shown.lock().unwrap_or_else(PoisonError::into_inner) = Some(control);
         // What could not be opened is tried again.
         let is_of = |held: &Held| {
             (&held.data, &held.training) == (&config.data, &config.training)
                 && held.vocabulary == config.model.vocab_size
                 && held.opened.get().is_none_or(|opened| opened.is_ok())
         };
-        if self.held.as_ref().is_some_and(is_of) {
-            return;
+        if let Some(held) = self.held.as_ref().filter(|held| is_of(held)) {
+            return self.shown.begin(control, None, held.disk.trouble());
         }
+        let unwanted = Arc::<AtomicBool>::default();
+        let given_up = Arc::clone(&unwanted);
+        let stamina = Patience::default().of_data(config);
+        let is_unwanted = move || given_up.load(Ordering::Relaxed);
+        let disk = self.shown.disk(&Disk::real(), stamina, Wait::Data, is_unwanted);
+        self.shown.begin(control, None, disk.trouble());
         let held = Held {
             data: config.data.clone(),
             training: config.training.clone(),
             vocabulary: config.model.vocab_size,
             opened: Arc::default(),
-            unwanted: Arc::default(),
+            unwanted,
+            disk,
         };
         if let Some(before) = self.held.replace(held) {
             before.unwanted.store(true, Ordering::Relaxed);
@@ -62,18 +72,10 @@ impl Shelf {
         let desk = Desk::new(&held.training)?;
         let (data, training, vocabulary) =
             (held.data.clone(), held.training.clone(), held.vocabulary);
-        let (opened, unwanted) = (Arc::clone(&held.opened), Arc::clone(&held.unwanted));
-        let shown = Arc::clone(&self.shown);
+        let (opened, disk) = (Arc::clone(&held.opened), held.disk.clone());
         let at = desk.clone();
         let open = move || -> Opened {
-            let (shown, unwanted) = (Arc::clone(&shown), Arc::clone(&unwanted));
-            let progress = Progress::default().until(move || unwanted.load(Ordering::Relaxed));
-            let progress = progress.seen_by(move |counts, life| {
-                if let Some(control) = &*shown.lock().unwrap_or_else(PoisonError::into_inner) {
-                    control.set_loaded(counts, life);
-                }
-            });
-            let corpus = Corpus::open_telling(&data, &training, vocabulary, &progress);
+            let corpus = Corpus::open_on(&disk, &data, &training, vocabulary);
             Arc::new(corpus.map(Mutex::new).map_err(|error| error.failure()))
         };
         let thread = std::thread::Builder::new().name(format!("data-{index}"));

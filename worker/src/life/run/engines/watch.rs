@@ -1,10 +1,11 @@
 //! What a worker does with its engines between the beginnings and ends of attempts.
 
-use super::{Body, Engine, Engines, Outcome, Watch};
+use super::{Body, Engine, Engines, Outcome, Running, Watch};
 use crate::attempt::api::{Control, TrainerEvent};
 use moejob_protocol::config::Backend;
-use moejob_protocol::message::{HEARTBEAT_MS, Request};
-use moejob_protocol::report::EventKind;
+use crate::attempt::saves::Patience;
+use moejob_protocol::message::{HEARTBEAT_MS, Loading, Request};
+use moejob_protocol::report::{Detail, EventKind};
 
 /// An engine that has not yet said that it runs is given longer: the machine may be busy with
 /// starting many.
@@ -56,10 +57,10 @@ impl Engines {
                 process.kill();
             }
         }
+        let mut told = waiting(running, &self.engines, &self.uuids);
         if !self.bound.is_due() {
-            return Vec::new();
+            return told;
         }
-        let mut told = Vec::new();
         for (index, engine) in self.engines.iter().enumerate() {
             let Some(engine) = engine else { continue };
             let rank = running.rank(index);
@@ -102,8 +103,9 @@ impl Engines {
         }
     }
 
-    /// Phase and step of the first rank, and the collective of the one that is least far.
-    pub fn progress(&self) -> Option<(Control, u64)> {
+    /// Phase and step of the first rank, the collective of the one that is least far, and how far
+    /// all of them are with what they read.
+    pub fn progress(&self) -> Option<(Control, u64, Option<Loading>)> {
         let running = self.running.as_ref()?;
         let links = &running.links;
         let number = |rank: u32| {
@@ -111,7 +113,16 @@ impl Engines {
             at.load(std::sync::atomic::Ordering::Relaxed)
         };
         let least = links.shape().ranks().map(number).min().unwrap_or(0);
-        Some((running.control(0), least))
+        let ranks = (0..running.ends.len()).filter_map(|index| running.control(index).loading());
+        let loading = ranks.reduce(|all, one| Loading {
+            bytes_done: all.bytes_done + one.bytes_done,
+            bytes: all.bytes + one.bytes,
+            life: all.life + one.life,
+        });
+        // What all have exchanged is done as well.
+        let life = running.life + least;
+        let loading = loading.map(|all| Loading { life: all.life + life, ..all });
+        Some((running.control(0), least, loading))
     }
 
     /// No more attempts: each engine ends after the one that runs.
@@ -137,4 +148,32 @@ impl Engines {
             }
         }
     }
+}
+
+/// What there is to tell of ranks that wait. One that waits is alive, as long as its own patience
+/// lasts: then it gives up by itself, or hangs.
+fn waiting(
+    running: &mut Running,
+    engines: &[Option<Engine>],
+    uuids: &[String],
+) -> Vec<TrainerEvent> {
+    let (now, longest) = (running.since.elapsed(), Patience::default().data);
+    let mut told = Vec::new();
+    for (index, engine) in engines.iter().enumerate().take(running.waits.len()) {
+        let control = running.control(index);
+        let waits = control.waits().filter(|_| running.ends[index].is_none());
+        let says = running.waits[index].look(waits, control.stumbles(), now);
+        if waits.is_some() && running.waits[index].waited(now) < longest {
+            running.life += 1;
+        }
+        let Some(engine) = engine else { continue };
+        let Some(place) = &engine.place else { continue };
+        let who = (&uuids[index][..], engine.pid());
+        told.extend(says.into_iter().map(|(kind, reason, text, seconds)| {
+            let message = format!("{}: {text}", place.in_words(who.0, who.1));
+            let details = [("seconds", Detail::Real(seconds.as_secs_f64()))];
+            TrainerEvent::Event(place.told(who, kind, reason, &message, details))
+        }));
+    }
+    told
 }

@@ -1,4 +1,4 @@
-//! How far the opening of the data is, for whoever waits for it.
+//! How far work on files is, for whoever waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -67,7 +67,8 @@ impl Progress {
         self.counts().0 + self.counts.stirred.load(Ordering::Relaxed)
     }
 
-    /// Another process, which this one waits for, goes on.
+    /// Something goes on that is no byte: another process, which this one waits for, or a pause
+    /// before the next try.
     pub(crate) fn stir(&self) {
         self.counts.stirred.fetch_add(1, Ordering::Relaxed);
         self.tell();

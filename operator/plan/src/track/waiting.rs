@@ -1,0 +1,51 @@
+//! Members that wait for storage, or read what they begin with: no hang, as long as they show life.
+
+use super::Tracker;
+use crate::observed::Millis;
+use moejob_protocol::report::{Event, EventKind};
+
+impl Tracker {
+    /// A member that opens its data or a checkpoint goes on, and one that waits for storage is no
+    /// hang, before the first step and later: that is progress, too. Its count of life is bounded
+    /// by what there is to read, and by its own patience, so this cannot go on for ever.
+    pub(super) fn loaded(&mut self, name: &str, attempt: u32, life: u64, now: Millis) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
+        if !gang.is_some_and(|gang| self.present.loading.contains_key(name) || gang.has(name)) {
+            return;
+        }
+        let seen = self.present.loading.entry(name.to_string()).or_default();
+        if life > *seen {
+            *seen = life;
+            self.observed.record.progressed_at = now;
+        }
+    }
+
+    /// Which members wait for their data.
+    pub(super) fn late(&mut self, name: &str, attempt: u32, event: &Event) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
+        if !gang.is_some_and(|gang| gang.has(name)) {
+            return;
+        }
+        let (reason, message) = (event.reason.clone(), event.message.clone());
+        let late = &mut self.observed.late_data;
+        match event.event {
+            EventKind::DataDegraded => _ = late.insert(name.to_string(), (reason, message)),
+            EventKind::DataRecovered => _ = late.remove(name),
+            _ => {}
+        }
+    }
+
+    /// After their last step the members exchange empty ones until their last checkpoint is
+    /// committed. While those go on the job does, too, however long storage is away: the members
+    /// give up by themselves after an hour.
+    pub(super) fn waits(&mut self, name: &str, attempt: u32, collective: u64, now: Millis) {
+        let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
+        if !gang.is_some_and(|gang| self.present.waiting.contains_key(name) || gang.has(name)) {
+            return;
+        }
+        let seen = self.present.waiting.insert(name.to_string(), collective);
+        if seen.is_some_and(|seen| collective > seen) {
+            self.observed.record.progressed_at = now;
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! An index of Megatron and the `.bin` beside it.
+
+use super::DataError;
+use super::files::DataFile;
+use super::megatron::{self, Index, ReadAt};
+use crate::disk::{OpenFile, may_heal};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+
+/// An index in a file, and what storage answered in place of it.
+pub(crate) struct At<'a> {
+    file: &'a OpenFile,
+    failed: Option<io::Error>,
+}
+
+impl<'a> At<'a> {
+    pub fn new(file: &'a OpenFile) -> At<'a> {
+        At { file, failed: None }
+    }
+
+    pub fn refused(self, index: &DataFile, refused: megatron::Refused) -> DataError {
+        match self.failed {
+            Some(source) => index.unreadable(source),
+            None => DataError::bad(&index.path, refused.at, refused.why),
+        }
+    }
+}
+
+impl ReadAt for At<'_> {
+    fn read_at(&mut self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        match self.file.read_exact_at(into, offset) {
+            Err(error) if may_heal(&error) => {
+                let said = io::Error::other(error.to_string());
+                self.failed = Some(error);
+                Err(said)
+            }
+            other => other,
+        }
+    }
+}
+
+/// The `.bin` beside an `.idx`. None for a `.bin` whose `.idx` stands for it.
+pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataError> {
+    let ending = index.path.extension().map(OsStrExt::as_bytes);
+    match ending {
+        Some(b"idx") => {
+            let mut bin = DataFile::named_on(&index.disk, &index.path.with_extension("bin"))?;
+            // Its name as the sources have it: relative to the root.
+            bin.name = index.name.clone();
+            bin.name.truncate(index.name.len() - 3);
+            bin.name.extend(b"bin");
+            Ok(Some(bin))
+        }
+        Some(b"bin") if index.is_beside("idx")? => Ok(None),
+        _ => {
+            let why = "it is no .idx file of Megatron, and none lies beside it";
+            Err(DataError::Unusable { path: index.path.clone(), why })
+        }
+    }
+}
+
+/// The head of an index that agrees with its `.bin` throughout.
+pub(crate) fn checked(index: &DataFile, bin: &DataFile) -> Result<Index, DataError> {
+    let handle = index.open()?;
+    let mut at = At::new(&handle);
+    let head = match Index::open(&mut at, index.bytes) {
+        Ok(head) => head,
+        Err(refused) => return Err(at.refused(index, refused)),
+    };
+    if !bin.bytes.is_multiple_of(head.width.bytes()) {
+        let why = format!("{} bytes are no whole number of {}", bin.bytes, head.width.name());
+        return Err(DataError::bad(&bin.path, "the end", why));
+    }
+    match head.each_document(&mut at, bin.bytes, &mut |_| Ok::<(), megatron::Refused>(())) {
+        Ok(()) => Ok(head),
+        Err(refused) => Err(at.refused(index, refused)),
+    }
+}
