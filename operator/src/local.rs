@@ -15,6 +15,7 @@ mod process;
 mod stumbles;
 mod words;
 
+use crate::cli::disk::patient;
 use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
@@ -27,7 +28,7 @@ use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
 use moe_worker::checkpoint::aside::WAYS_ON;
 use moe_worker::failure::chain;
-use moe_worker::checkpoint::{self, Disk, Refusal};
+use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
@@ -153,7 +154,7 @@ impl Runner {
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
         let location = PathBuf::from(&job.places.checkpoints);
-        let newest = checkpoint::newest_usable(&Disk::real(), &location)
+        let newest = checkpoint::newest_usable(&patient(), &location)
             .map_err(|error| LocalError::Checkpoints(Box::new(error)))?;
         let passed_over = pass_over(&location, &newest, options.fresh, steps)?;
         let stored = newest.usable;

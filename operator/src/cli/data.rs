@@ -2,6 +2,7 @@
 
 use super::args::{THREADS_MAX, whole};
 use super::bar::{Bar, Unit};
+use super::disk::patient;
 use super::validate::Output;
 use clap::{Args, Subcommand, ValueEnum};
 use moe_worker::data::durable;
@@ -9,7 +10,6 @@ use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
 use moe_worker::data::learn;
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
 use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
-use moe_worker::disk::{Disk, Progress, Stamina, Trouble};
 use moejob_protocol::config::TokenType;
 use serde_json::Value;
 use std::fs::File;
@@ -17,9 +17,6 @@ use std::io::ErrorKind::{AlreadyExists, NotFound};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 /// Text shown of a file's first tokens.
 const TEXT_CHARS_MAX: usize = 300;
@@ -208,32 +205,13 @@ fn as_text(path: &Path, found: &Inspection, text: Option<String>) -> String {
     lines
 }
 
-/// Storage that stumbles is waited for, as a job waits for it; it is said on the terminal.
-fn disk() -> Disk {
-    let stamina = Stamina {
-        longest: Duration::from_secs(3600),
-        retry: Duration::from_millis(250),
-        known: Arc::default(),
-    };
-    let (trouble, told) = (Trouble::default(), AtomicU64::new(0));
-    let stumbling = trouble.clone();
-    let progress = Progress::default().seen_by(move |_, _| {
-        if let Some(last) = stumbling.last().filter(|last| last.lasted.is_none())
-            && told.swap(last.number, Ordering::Relaxed) != last.number
-        {
-            eprintln!("moejob: {}; it is tried again (Ctrl-C to end)", last.why);
-        }
-    });
-    Disk::real().counting(progress).patient(stamina, trouble)
-}
-
 /// The files that match, and how they are all read.
 fn documents(inputs: &[String], field: &str) -> Result<(Vec<DataFile>, Format), ExitCode> {
     let current = std::env::current_dir().map_err(|error| {
         eprintln!("moejob: there is no current directory: {error}");
         ExitCode::FAILURE
     })?;
-    let files = find(&disk(), &current, inputs, &[], &[]).map_err(|error| refuse(&error))?;
+    let files = find(&patient(), &current, inputs, &[], &[]).map_err(|error| refuse(&error))?;
     let format = one_format(&files, field)?;
     Ok((files, format))
 }

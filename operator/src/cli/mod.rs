@@ -10,6 +10,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod crd;
 pub mod data;
+pub mod disk;
 pub mod doctor;
 pub mod operator;
 pub mod eval;

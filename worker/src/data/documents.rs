@@ -233,14 +233,14 @@ pub(crate) struct Source {
 
 impl Source {
     #[cfg(feature = "parquet")]
-    pub fn from(&self, start: u64) -> io::Result<Source> {
+    pub fn at(&self, start: u64) -> io::Result<Source> {
         let mut file = self.file.again();
         io::Seek::seek(&mut file, io::SeekFrom::Start(start))?;
         Ok(Source { file, count: self.count.clone(), failed: self.failed.clone() })
     }
 
     #[cfg(feature = "parquet")]
-    pub fn len(&self) -> io::Result<u64> {
+    pub fn bytes(&self) -> io::Result<u64> {
         self.file.metadata().map(|metadata| metadata.len())
     }
 }

@@ -118,7 +118,7 @@ impl Rows {
 impl Length for Source {
     fn len(&self) -> u64 {
         // One that cannot be told is one that no footer fits into.
-        Source::len(self).unwrap_or(0)
+        self.bytes().unwrap_or(0)
     }
 }
 
@@ -126,12 +126,12 @@ impl ChunkReader for Source {
     type T = BufReader<Source>;
 
     fn get_read(&self, start: u64) -> Result<BufReader<Source>, ParquetError> {
-        Ok(BufReader::new(self.from(start)?))
+        Ok(BufReader::new(self.at(start)?))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<bytes::Bytes, ParquetError> {
         let mut bytes = vec![0; length];
-        self.from(start)?.read_exact(&mut bytes)?;
+        self.at(start)?.read_exact(&mut bytes)?;
         Ok(bytes.into())
     }
 }
