@@ -24,6 +24,7 @@ use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;

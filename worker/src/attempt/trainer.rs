@@ -24,7 +24,7 @@ use crate::attempt::recorder::{Recorder, Unwritten};
 use crate::attempt::resume;
 use crate::attempt::restore::agree_on_data;
 use crate::attempt::start::{Passage, Start, fault_of};
-use crate::attempt::stop::{Stop, fail, no_thread, not_left, not_opened};
+use crate::attempt::stop::{Stop, no_thread, not_left, not_opened};
 use crate::attempt::together::Verifiers;
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
 use crate::attempt::ways::Table;
