@@ -537,6 +537,8 @@ impl World {
         let recoveries = self.tracker.recoveries.clone();
         // Whose the gang was at first is each leader's own knowledge.
         observed.record.gang.iter_mut().for_each(|gang| gang.inherited = false);
+        // Who was lost first is known to the leader that heard it.
+        observed.record.first_lost = None;
         let record = observed.record;
         let saved = Saved { term, record, recoveries, ..Saved::default() };
         let line = record::write(&saved);
