@@ -39,7 +39,6 @@ use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, SLOW_LINK, Write,
-    WriteError, WriteErrorKind,
 };
 use moejob_plan::observed::{Millis, Node, Outcome, Record};
 use moejob_plan::record::{self, Saved};
@@ -49,7 +48,7 @@ use moejob_protocol::message::{Heartbeat, Up};
 use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
-use stumbles::Stumbles;
+use stumbles::{Stumbles, unwritten};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -296,7 +295,8 @@ impl Runner {
             }
             Up::Step(report) => {
                 let begun = self.folder.begin();
-                self.stumble("writing job.json", &begun, "it is tried again with each step");
+                let what = "noting in job.json that steps are done";
+                self.stumble(what, &begun, "it is tried again with each step");
                 self.words.stepped();
                 self.progress.step(report);
                 self.draw(report);
@@ -621,11 +621,6 @@ impl Runner {
             self.progress.note(&news);
         }
     }
-}
-
-/// What this machine has refused may work later.
-fn unwritten(error: &(dyn std::error::Error + 'static)) -> WriteError {
-    WriteError { kind: WriteErrorKind::Other, message: chain(error) }
 }
 
 fn line(

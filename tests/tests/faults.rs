@@ -101,6 +101,68 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
     assert_eq!(bench.losses(), whole.losses());
 }
 
+/// An upgrade replaces the program while it runs, and then its folder takes no file for a while.
+/// What is lost meanwhile comes back, from the memory of what lives.
+#[test]
+fn a_lost_worker_comes_back_whatever_lies_at_the_programs_place() {
+    let bench = Bench::small(1_000_000, 1_000_000, 20);
+    let program = bench.path().join("moejob");
+    std::fs::copy(moejob_tests::moejob(), &program).expect("a program of its own");
+    let mut run = bench.start(&["--workers", "2"]);
+    let world = |bench: &Bench, attempts_above: u32| {
+        let newest = bench.metrics().into_iter().rev().take(5);
+        let both = newest.filter(|line| line.world_size == 2 && line.attempt > attempts_above);
+        both.count() == 5
+    };
+    bench.wait_until("steps of both", LIMIT, |bench| world(bench, 0));
+    std::fs::remove_file(&program).expect("it was there");
+    std::fs::write(&program, "no program").expect("another one");
+    let attempt = bench.metrics().last().map_or(0, |line| line.attempt);
+    send(bench.worker_pids()[1], Signal::KILL);
+    bench.wait_until("both again", LIMIT, |bench| world(bench, attempt));
+    // In its place nothing can be written.
+    let staged = bench.run_folder().join(".job.json.tmp");
+    std::fs::create_dir(&staged).expect("a folder");
+    let attempt = bench.metrics().last().map_or(0, |line| line.attempt);
+    send(bench.worker_pids()[1], Signal::KILL);
+    let told = |words: &str| bench.output().matches(words).count();
+    bench.wait_until("words of it", LIMIT, |_| told("writing job.json fails: ") == 1);
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(!run.has_ended(), "{}", bench.output());
+    std::fs::remove_dir(&staged).expect("it was there");
+    bench.wait_until("both once more", LIMIT, |bench| world(bench, attempt));
+    assert_eq!(told("writing job.json fails: "), 1, "{}", bench.output());
+    assert_eq!(told("writing job.json works again"), 1, "{}", bench.output());
+    let resumed = bench.events().into_iter().filter(|event| event["event"] == "Resumed");
+    let from: Vec<_> = resumed.skip(1).map(|event| event["reason"].clone()).collect();
+    assert!(from.iter().all(|reason| reason == "Memory"), "{from:?}");
+}
+
+/// Steps are over, and the last checkpoint waits behind others that storage does not take: that is
+/// no hang, however long it lasts.
+#[test]
+fn a_run_waits_at_its_end_for_storage_that_is_away() {
+    let bench = Bench::small(120, 5, 19);
+    let path = bench.path().join("job.yaml");
+    let text = std::fs::read_to_string(&path).expect("manifest");
+    let text = text.trim_end().to_string() + "\n  recovery: { stepTimeout: 1s }\n";
+    std::fs::write(&path, text).expect("manifest");
+    let run = bench.start(&[]);
+    let (place, away) = (bench.run_folder().join("checkpoints"), bench.path().join("away"));
+    bench.wait_until("a checkpoint", LIMIT, |bench| !bench.checkpoints().is_empty());
+    std::fs::rename(&place, &away).expect("storage goes away");
+    let told = |bench: &Bench| {
+        let degraded = bench.events().into_iter().filter(|of| of["event"] == "CheckpointDegraded");
+        degraded.filter(|event| event["reason"] == "EndWaits").count()
+    };
+    bench.wait_until("the end, which waits", LIMIT, |bench| told(bench) == 1);
+    std::thread::sleep(Duration::from_secs(2));
+    std::fs::rename(&away, &place).expect("storage comes back");
+    assert_eq!(run.wait(LIMIT), Some(0), "{}", bench.output());
+    assert!(bench.metrics().iter().all(|line| line.attempt == 1), "{}", bench.output());
+    assert_eq!(bench.checkpoints().pop().as_deref(), Some("step-00000120"));
+}
+
 /// One node, so that what is resumed from can only be its worker's memory.
 #[test]
 fn lost_engines_are_started_again_and_resume_from_their_workers_memory() {

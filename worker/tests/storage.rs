@@ -212,6 +212,32 @@ fn a_volume_that_goes_away_and_comes_back_is_waited_for_at_the_end() {
     verify(&job.location().join("step-00000010")).expect("whole");
 }
 
+/// Older checkpoints that cannot be written make room for the last one.
+#[test]
+fn a_disk_that_has_room_for_the_last_checkpoint_alone_ends_a_run_with_it() {
+    let job = small();
+    let full = Arc::new(AtomicBool::new(false));
+    let rule = Arc::clone(&full);
+    let disk = faulty(move |effect| match effect {
+        Effect::Create(path) | Effect::Write(path) if rule.load(Ordering::SeqCst) => {
+            match path.to_string_lossy().contains(".a1-step-0000000") {
+                true => Err(Error::from_raw_os_error(ENOSPC)),
+                false => Ok(()),
+            }
+        }
+        _ => Ok(()),
+    });
+    let (ends, _) = common::run_and_see(&job, &mut [trainer(disk)], &mut |report| {
+        full.store(report.step >= 3, Ordering::SeqCst);
+    });
+    assert_eq!(ends, [AttemptEnd::Completed { step: 10 }]);
+    assert_eq!(reasons(&job, "CheckpointDegraded"), ["StorageFails", "EndWaits"]);
+    verify(&job.location().join("step-00000010")).expect("whole");
+    let left = std::fs::read_dir(job.location()).expect("a folder").flatten();
+    let left = left.filter(|entry| entry.file_name().to_string_lossy().starts_with(".a1-step"));
+    assert_eq!(left.count(), 0, "what was given up takes no room");
+}
+
 /// Attempt 1 stalls in its commit of step 4, right before the effect that `stalls_at` names, while
 /// attempt 2 commits the same step. `prepare` makes what stands there before.
 fn stalled_commit(stalls_at: &'static str, prepare: impl Fn(&Path)) {

@@ -1,6 +1,7 @@
 //! What fails and is tried again, as writes on a full disk: told when it begins and when it is over.
 
 use moe_worker::failure::chain;
+use moejob_plan::lead::{WriteError, WriteErrorKind};
 use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
@@ -8,7 +9,7 @@ pub struct Stumbles(BTreeSet<&'static str>);
 
 impl Stumbles {
     /// What a person is told of `what`, where its result is news; `then` is what follows of a
-    /// failure. The verb is said with it: `job.json is written`.
+    /// failure.
     pub fn news<T, E: std::error::Error + 'static>(
         &mut self,
         what: &'static str,
@@ -23,6 +24,11 @@ impl Stumbles {
             _ => None,
         }
     }
+}
+
+/// What this machine has refused may work later.
+pub fn unwritten(error: &(dyn std::error::Error + 'static)) -> WriteError {
+    WriteError { kind: WriteErrorKind::Other, message: chain(error) }
 }
 
 #[cfg(test)]

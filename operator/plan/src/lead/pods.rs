@@ -23,6 +23,8 @@ const DOUBT_MAX: Millis = 1_000;
 pub const ENDED_MAX: usize = 8;
 /// A pod on a silent node, whose kubelet does not confirm its end, is deleted by force after this.
 pub const FORCE_AFTER: Millis = 20_000;
+/// The exit code of a worker that another attempt, or the want of a leader, has ended.
+const TRY_AGAIN: i32 = 75;
 /// A node whose pod was deleted by force may still count as ready: Kubernetes takes 40 to 50 s from
 /// the first silence to find it not ready. Meanwhile it is avoided.
 pub const SILENT_AVOID: Millis = 40_000;
@@ -376,7 +378,10 @@ impl JobLoop {
             let happenings = self.tracker.exited(&pod.name, *exit_code, how, now);
             self.close(&pod.name);
             self.tell(happenings, now);
-            self.back_off(&pod.name, how, now);
+            // One that was fenced, or had no leader for too long, says nothing of its node.
+            if *exit_code != Some(TRY_AGAIN) {
+                self.back_off(&pod.name, how, now);
+            }
             self.pods.remove(&pod.name);
             self.pods.see(pod.clone(), now);
         } else if self.tracker.observed.worker(&pod.name).is_some_and(Worker::is_dead) {

@@ -82,9 +82,10 @@ impl Allowed {
         has
     }
 
-    /// When that is so again.
+    /// When that is so again, in whole milliseconds, as clocks tell them.
     fn due(&self) -> Instant {
-        self.at + Duration::from_secs_f64((1.0 - self.left).max(0.0) / STEPS_A_SECOND)
+        let milliseconds = 1e3 * (1.0 - self.left).max(0.0) / STEPS_A_SECOND;
+        self.at + Duration::from_millis(milliseconds as u64 + 1)
     }
 }
 
