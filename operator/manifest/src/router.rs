@@ -4,6 +4,7 @@ use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::spec::{ModelSpec, RouterSpec, as_typed};
 use moejob_protocol::ModelConfig;
+use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::model::{AuxLossScope, BalanceLoss, RouterConfig, RouterKind, Scoring};
 
 /// What is typed, over what the kind's source has.
@@ -76,6 +77,106 @@ pub fn problems(model: &ModelConfig, typed: Option<&RouterSpec>) -> Vec<Problem>
     broken.extend(of_losses(&model.router));
     broken.extend(of_options(&model.router));
     broken
+}
+
+/// Parts of a router that train by no gradient, or by none that says anything of the words, though
+/// nothing in the manifest says that they are meant to stand still.
+pub fn warnings(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem> {
+    let (router, experts) = (&model.router, &model.experts);
+    // Of one expert nothing can be learned.
+    if experts.count < 2 {
+        return Vec::new();
+    }
+    [alone(model), weightless(router), cold(router), late(router, training)]
+        .into_iter()
+        .flatten()
+        .chain(without_room(model, training))
+        .collect()
+}
+
+/// The weight of one expert over the sum of one is 1, whatever the router says of it.
+fn alone(model: &ModelConfig) -> Option<Problem> {
+    let (router, top_k) = (&model.router, model.experts.per_token);
+    let of_choices = !matches!(router.kind, RouterKind::Hash | RouterKind::ExpertChoice);
+    if top_k != 1 || !router.norm_topk_prob || !of_choices || router.frozen {
+        return None;
+    }
+    let balance = router.balance_loss != BalanceLoss::None && router.aux_loss_coef > 0.0;
+    let learns = balance || router.z_loss_coef > 0.0 || router.entropy_loss_coef > 0.0;
+    let advice = match learns {
+        true => {
+            "the router learns from its own losses alone, and nothing of the words; set \
+             normTopkProb: false"
+        }
+        false => {
+            "the router never learns; set normTopkProb: false, or frozen: true if that is meant"
+        }
+    };
+    Some(broken(
+        "router.normTopkProb",
+        "`true` with one expert a token, whose weight is 1 then",
+        "false with one expert a token",
+        advice,
+    ))
+}
+
+/// Experts that count for nothing learn nothing.
+fn weightless(router: &RouterConfig) -> Option<Problem> {
+    let advice = "neither the experts nor the router learn; delete it";
+    let none = router.scale == 0.0;
+    none.then(|| broken("router.scale", "`0`, so that no expert counts", "above 0", advice))
+}
+
+/// The scale of cosines stops at 100 and has no gradient there; it is kept in fp32.
+fn cold(router: &RouterConfig) -> Option<Problem> {
+    let temperature = router.cosine.as_ref()?.initial_temperature;
+    let stuck = f64::from((1.0 / temperature).ln() as f32) > SCALE_MAX.ln();
+    stuck.then(|| {
+        broken(
+            "router.cosine.initialTemperature",
+            format!("`{temperature}`, at which the scale begins at its bound of {SCALE_MAX}"),
+            "above 0.01",
+            "the scale never learns; raise it",
+        )
+    })
+}
+
+/// The largest scale of the cosine gate.
+const SCALE_MAX: f64 = 100.0;
+
+/// While the router warms up, experts keep their weights.
+fn late(router: &RouterConfig, training: &TrainingConfig) -> Option<Problem> {
+    let (warmup, steps) = (router.warmup_steps, training.steps);
+    (warmup >= steps && steps > 0).then(|| {
+        broken(
+            "router.warmupSteps",
+            format!("`{warmup}` of {steps} steps"),
+            "less than training.steps",
+            "the experts never learn; lower it, or raise training.steps",
+        )
+    })
+}
+
+/// A capacity that is rounded down to nothing.
+fn without_room(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem> {
+    let (router, experts) = (&model.router, &model.experts);
+    let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let fields = [
+        ("router.capacityFactor", router.capacity_factor, "no expert ever learns"),
+        ("router.evalCapacityFactor", router.eval_capacity_factor, "no expert is ever evaluated"),
+    ];
+    let none = |factor: f64| {
+        let room = router.capacity(factor, tokens, experts.count, experts.per_token);
+        router.kind != RouterKind::ExpertChoice && room == Some(0)
+    };
+    let found = fields.into_iter().filter(|(_, factor, _)| none(*factor));
+    found
+        .map(|(field, factor, why)| {
+            let given = format!("`{factor}`, of which none of {tokens} tokens has room");
+            let advice = format!("{why}; raise it");
+            broken(field, given, "so much that an expert takes a token", &advice)
+        })
+        .collect()
 }
 
 /// The field of the model, what stands there, what may, and what to do.

@@ -296,6 +296,7 @@ impl Rules<'_> {
             let also = ["spec.model.router.kind", "spec.model.experts.perToken"];
             self.refuse(problem, &also);
         }
+        self.warnings.extend(router::warnings(&self.job.model, &self.job.training));
     }
 
     fn layers(&mut self) {

@@ -31,7 +31,8 @@ pub struct RouterSpec {
     pub kind: Option<Word<RouterKind>>,
     /// softmax or sigmoid of the logits. Default: softmax.
     pub scoring: Option<Word<Scoring>>,
-    /// The K weights of a token are scaled to sum to one. Default: true; false with switch, topP,
+    /// The K weights of a token are scaled to sum to one. With one expert a token that is always 1,
+    /// and the router learns nothing of the words. Default: true; false with switch, topP,
     /// expertChoice, and tutel with one expert a token.
     pub norm_topk_prob: Option<bool>,
     /// A correction of the choice alone balances the experts (DeepSeek-V3). Default: false.

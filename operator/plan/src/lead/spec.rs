@@ -96,6 +96,7 @@ impl JobLoop {
         self.spec.is_stale = false;
         self.dirty = true;
         let before = self.spec.accepted.as_ref();
+        let known = before.map(|accepted| accepted.generation);
         let profiles = &*self.operator.profiles;
         let judged = match &self.place {
             Place::Cluster(_) => judge_seen(seen, profiles),
@@ -126,6 +127,10 @@ impl JobLoop {
         };
         let job = if self.operator.stand_in { job.stand_in() } else { job };
         if generation == seen.generation {
+            // Once for each version of the spec, by whoever leads then.
+            for warning in job.warnings.iter().filter(|_| known != Some(generation)) {
+                self.event(true, "SpecWarning", warning.sentence(), now);
+            }
             let values = changes::values(&seen.spec);
             self.spec.accepted = Some(Accepted { generation, values });
         }
