@@ -3,9 +3,10 @@
 use super::arch::Arch;
 use super::compile::Source;
 use super::gemm::element_macro;
-use super::shape::{Refusal, counted, range};
+use super::shape::{Refusal, all_taken, range};
 use crate::attention::Attention;
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use moejob_protocol::kernel_sizes::{AttentionSizes, QUERY_PADDING};
 
 /// What the kernels of an attention depend on. See [`crate::Attention`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,7 +51,7 @@ const MASKED_TILES_A_MULTIPROCESSOR: usize = 4;
 /// Up to so many positions the fastest backward of heads that share keys is the one in order.
 const ORDERED_SEQ_MAX: usize = 4096;
 /// Rows are padded to this in lse2 and delta: a multiple of all blocks of queries.
-const PADDING: usize = 384;
+const PADDING: usize = QUERY_PADDING as usize;
 
 impl AttentionDesc {
     pub const HEAD_DIM_MAX: usize = 256;
@@ -84,7 +85,7 @@ impl AttentionDesc {
             let devices = "attention on a GPU is in bf16, fp16 or fp32";
             return Err(Refusal::Element { found: self.element, devices });
         }
-        range("batch", self.batch, 1, 1 << 20)?;
+        range("batch", self.batch, 1, usize::MAX)?;
         range("seq", self.seq, 1, 1 << 24)?;
         range("heads", self.heads, 1, 1 << 12)?;
         range("kv_heads", self.kv_heads, 1, self.heads)?;
@@ -97,8 +98,12 @@ impl AttentionDesc {
                 return Err(Refusal::Unaligned { name, found, multiple });
             }
         }
-        let rows = self.batch as u128 * self.heads as u128 * self.padded() as u128;
-        counted("lse", rows, i32::MAX as u128)
+        let sizes = AttentionSizes {
+            sequences: self.batch as u64,
+            sequence_length: self.seq as u64,
+            heads: self.heads as u64,
+        };
+        all_taken(sizes.refused())
     }
 
     /// The instructions that this shape takes on a device of `arch`.

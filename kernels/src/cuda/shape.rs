@@ -4,6 +4,7 @@ use super::gemm::Output;
 use super::route::RouteShape;
 use crate::buffer::DType;
 use crate::route::RouteGroups;
+use moejob_protocol::kernel_sizes::{ALIGNMENT, EXPERTS_MAX, GROUPS_MAX, LayerSizes, SizeRefusal};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MoeActivation {
@@ -59,8 +60,9 @@ pub enum Refusal {
     Unaligned { name: &'static str, found: usize, multiple: usize },
     #[error("{found} tokens are no whole number for each of {multiple} segments")]
     Segments { found: usize, multiple: usize },
-    #[error("{what} has {found} elements; kernels count to {max}")]
-    TooLarge { what: &'static str, found: usize, max: usize },
+    /// By the list that whoever plans a job reads, too.
+    #[error(transparent)]
+    Size(#[from] SizeRefusal),
     #[error("{kept} of {count} groups of {experts} experts: {reason}")]
     Groups { count: usize, kept: usize, experts: usize, reason: &'static str },
     #[error("{found} slices of each expert, and one rank has all of them; it computes whole ones")]
@@ -87,23 +89,16 @@ pub(super) fn range(
     }
 }
 
-/// Whether kernels count as far as `found`.
-pub(super) fn counted(what: &'static str, found: u128, max: u128) -> Result<(), Refusal> {
-    match found <= max {
-        true => Ok(()),
-        false => Err(Refusal::TooLarge { what, found: found as usize, max: max as usize }),
-    }
+/// The first of the sizes that kernels do not take.
+pub(super) fn all_taken(refused: Vec<SizeRefusal>) -> Result<(), Refusal> {
+    refused.into_iter().next().map_or(Ok(()), |first| Err(Refusal::Size(first)))
 }
 
 impl MoeDesc {
-    pub const EXPERTS_MAX: usize = 512;
-    pub const TOP_K_MAX: usize = 16;
+    pub const EXPERTS_MAX: usize = EXPERTS_MAX as usize;
     /// A lane of a warp for each.
-    pub const GROUPS_MAX: usize = 32;
-    /// A block of the choosing kernel for each.
-    pub const SEGMENTS_MAX: usize = 512;
-    /// Rows are whole 128-byte lines, which the copy engine's swizzle works on.
-    pub const ALIGNMENT: usize = 64;
+    pub const GROUPS_MAX: usize = GROUPS_MAX as usize;
+    const ALIGNMENT: usize = ALIGNMENT as usize;
 
     /// T K: choices.
     pub const fn slots(&self) -> usize {
@@ -129,25 +124,24 @@ impl MoeDesc {
     }
 
     pub fn check(&self) -> Result<(), Refusal> {
-        let aligned = |name, found: usize| match found.is_multiple_of(Self::ALIGNMENT) {
-            true => Ok(()),
-            false => Err(Refusal::Unaligned { name, found, multiple: Self::ALIGNMENT }),
-        };
         if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
             let devices = "layers on a GPU are in bf16, fp16 or fp32";
             return Err(Refusal::Element { found: self.element, devices });
         }
-        range("top_k", self.top_k, 1, Self::TOP_K_MAX)?;
-        range("experts", self.experts, 1, Self::EXPERTS_MAX)?;
-        range("segments", self.segments, 1, Self::SEGMENTS_MAX)?;
         self.check_counts()?;
-        aligned("dim", self.dim)?;
-        aligned("hidden", self.hidden)?;
-        let product = |a: usize, b: usize| a as u128 * b as u128;
-        counted("x", product(self.tokens, self.dim), u128::from(u32::MAX))?;
-        counted("choices", product(self.tokens, self.top_k), 1 << 30)?;
-        let w1 = product(self.experts, self.width().max(self.dim));
-        counted("rows of the stacked weights", w1, i32::MAX as u128)
+        all_taken(self.sizes().refused())
+    }
+
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes {
+            tokens: self.tokens as u64,
+            dim: self.dim as u64,
+            hidden: self.hidden as u64,
+            experts: self.experts as u64,
+            top_k: self.top_k as u64,
+            segments: self.segments as u64,
+            width: self.width() as u64,
+        }
     }
 
     /// What the experts' weight gradients are of.

@@ -14,19 +14,16 @@ use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, OVERLAP_DEGREES, Precision, TrainingConfig, Wire,
 };
+use moejob_protocol::kernel_sizes::{
+    self, ALIGNMENT, EXPERT_PARALLEL_MAX, EXPERTS_MAX, GROUPS_MAX, SizeRefusal, Sharing, Size,
+    TOP_K_MAX, SizeLimit,
+};
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
 use moejob_protocol::slices::SLICES;
 use serde_json::Value;
 
 /// Widths of a head that attention on a GPU is tried for.
 const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
-/// Rows of the grouped products are whole lines of 128 bytes.
-const ALIGNMENT: u32 = 64;
-const EXPERTS_MAX: u32 = 512;
-const TOP_K_MAX: u32 = 16;
-const GROUPS_MAX: u32 = 32;
-/// Sequences of a micro-batch whose balance is kept apart.
-const SEGMENTS_MAX: u32 = 512;
 
 /// What of the numbers' formats does not go with the job's devices or with each other.
 pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
@@ -134,9 +131,13 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
         let given = format!("{}, {lacks}", preset.name());
         found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
     }
-    if job.profile.backend == Backend::Cuda {
-        found.extend(several_gpus(job));
-        found.extend(on_one_gpu(&job.model, &job.training));
+    match job.profile.backend {
+        Backend::Cuda => {
+            found.extend(several_gpus(job));
+            found.extend(on_one_gpu(&job.model, &job.training));
+            found.extend(RankLoad::of(job).problem());
+        }
+        Backend::Cpu => found.extend(RankLoad::of(job).problem()),
     }
     found
 }
@@ -159,12 +160,15 @@ pub fn divides(degree: u32, ranks: u32) -> bool {
     degree > 0 && ranks.is_multiple_of(degree)
 }
 
-/// Ranks that share experts: a bit each in what the kernels are told.
-pub const EXPERT_PARALLEL_MAX: u32 = 64;
+/// Whether devices take the job's experts shared out over `ep` of them.
+pub fn takes_expert_parallel(job: &Job, ep: u32) -> bool {
+    let counts = job.profile.backend == Backend::Cpu || fits_expert_parallel(&job.model, ep);
+    counts && RankLoad { ep, ..RankLoad::of(job) }.refused().is_none()
+}
 
 /// Whether the kernels take experts that are shared out over `ep` GPUs: each has at least as many
 /// as a token chooses. Of slices of experts each has one at least, and they are on several GPUs.
-pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
+fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
     let (experts, slices) = (&model.experts, model.slices());
     match slices.each {
         1 => ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token,
@@ -172,6 +176,86 @@ pub fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
             let each = slices.count / ep.max(1)..=slices.count.div_ceil(ep.max(1));
             ep > 1 && ep <= EXPERT_PARALLEL_MAX && *each.start() >= 1 && *each.end() <= EXPERTS_MAX
         }
+    }
+}
+
+/// What is computed at once, as far as devices bound it.
+#[derive(Clone, Copy)]
+struct RankLoad<'a> {
+    model: &'a ModelConfig,
+    training: &'a TrainingConfig,
+    micro_batch_size: u32,
+    sequence_length: u32,
+    /// Ranks that share the experts, and whether the job says so.
+    ep: u32,
+    typed: bool,
+    chunks: u32,
+}
+
+impl<'a> RankLoad<'a> {
+    fn of(job: &'a Job) -> RankLoad<'a> {
+        let (model, training) = (&job.model, &job.training);
+        RankLoad {
+            model,
+            training,
+            micro_batch_size: training.micro_batch_size,
+            sequence_length: training.sequence_length,
+            ep: job.expert_parallel.unwrap_or(1).max(1),
+            typed: job.expert_parallel.is_some(),
+            chunks: job.overlap_degree.unwrap_or(1),
+        }
+    }
+
+    /// The first size that is too large for the devices, among those that grow with the tokens.
+    fn refused(&self) -> Option<SizeRefusal> {
+        let training = TrainingConfig {
+            micro_batch_size: self.micro_batch_size,
+            sequence_length: self.sequence_length,
+            ..*self.training
+        };
+        let shared = Sharing { ranks: self.ep, chunks: self.chunks };
+        match training.compute.backend {
+            Backend::Cpu => kernel_sizes::on_processors(self.model, &training, shared),
+            Backend::Cuda => {
+                let found = kernel_sizes::on_gpus(self.model, &training, shared).into_iter();
+                // Segments have a choice of their own.
+                found.into_iter().find(|of| of.size.is_of_tokens() && of.size != Size::Segments)
+            }
+        }
+    }
+
+    /// What is too much, with the least change that makes it less.
+    fn problem(self) -> Option<Problem> {
+        let refused = self.refused()?;
+        let fits = |of: RankLoad| of.refused().is_none();
+        let (micro, length) = (self.micro_batch_size, self.sequence_length);
+        let all = self.training.global_batch_size;
+        let smaller = (1..micro).rev().filter(|size| all.is_multiple_of(*size));
+        let micro_batch =
+            smaller.clone().find(|size| fits(RankLoad { micro_batch_size: *size, ..self }));
+        let fewer = || (1..self.ep).rev().find(|ep| fits(RankLoad { ep: *ep, ..self }));
+        let (path, given, most, advice) = if let Some(most) = micro_batch {
+            ("spec.training.microBatchSize", micro, most, "a step has more micro-batches then")
+        } else if let Some(most) = fewer().filter(|_| self.typed) {
+            let advice = "fewer ranks share the experts then; auto is a good choice";
+            ("spec.parallelism.expert", self.ep, most, advice)
+        } else {
+            let least = RankLoad { micro_batch_size: 1, ..self };
+            let with = |sequence_length| fits(RankLoad { sequence_length, ..least });
+            let (mut most, mut above) = (1, length);
+            while above - most > 1 {
+                let middle = most + (above - most) / 2;
+                if with(middle) { most = middle } else { above = middle }
+            }
+            let advice = "a smaller hiddenSize needs less, too";
+            ("spec.data.sequenceLength", length, most, advice)
+        };
+        let devices = match self.training.compute.backend {
+            Backend::Cpu => "processors",
+            Backend::Cuda => "GPUs",
+        };
+        let given = format!("`{given}` on {devices}, which makes {refused}");
+        Some(Problem::of(Code::Unsupported, path, given, format!("at most {most}"), advice))
     }
 }
 
@@ -210,34 +294,44 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
         let allowed = format!("one of {}", names.join(", "));
         found.push(Problem::of(Code::Unsupported, "spec.model.headDim", given, allowed, KERNELS));
     }
-    let experts = &model.experts;
-    let widths = [
-        ("spec.model.hiddenSize", model.hidden_size),
-        ("spec.model.experts.intermediateSize", experts.intermediate_size),
-        ("spec.model.denseIntermediateSize", model.dense_intermediate_size),
-    ];
-    for (path, width) in widths {
-        if !width.is_multiple_of(ALIGNMENT) {
-            let given = format!("`{width}` on GPUs");
-            let allowed = format!("a multiple of {ALIGNMENT}");
-            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
-        }
-    }
-    let most = [
-        ("spec.model.experts.count", experts.count, EXPERTS_MAX),
-        ("spec.model.experts.perToken", experts.per_token, TOP_K_MAX),
-        ("spec.model.router.groups", model.router.groups, GROUPS_MAX),
-    ];
-    for (path, count, most) in most {
-        if count > most {
-            let given = format!("`{count}` on GPUs");
-            let allowed = format!("at most {most}");
-            found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
-        }
+    let narrow = ("spec.model.denseIntermediateSize", model.dense_intermediate_size);
+    let narrow = Some(narrow).filter(|(_, width)| !width.is_multiple_of(ALIGNMENT));
+    let refused = kernel_sizes::on_gpus(model, training, Sharing::ALONE).into_iter();
+    let refused = refused.filter_map(|of| Some((field_of(model, of.size)?, of.taken)));
+    let narrow = narrow.map(|field| (field, SizeLimit::MultiplesOf(ALIGNMENT.into())));
+    let groups = ("spec.model.router.groups", model.router.groups);
+    let groups = Some(groups).filter(|(_, count)| *count > GROUPS_MAX);
+    let groups = groups.map(|field| (field, SizeLimit::AtMost(GROUPS_MAX.into())));
+    for ((path, given), taken) in refused.chain(narrow).chain(groups) {
+        let allowed = match taken {
+            SizeLimit::MultiplesOf(of) => format!("a multiple of {of}"),
+            SizeLimit::AtMost(most) => format!("at most {most}"),
+        };
+        let given = format!("`{given}` on GPUs");
+        found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
     }
     found.extend(of_slices(model));
     found.extend(of_router(&model.router, training.micro_batch_size));
     found
+}
+
+/// The field of a model that a size is; None: it is not of the model alone.
+fn field_of(model: &ModelConfig, size: Size) -> Option<(&'static str, u32)> {
+    let experts = &model.experts;
+    match size {
+        Size::Experts => Some(("spec.model.experts.count", experts.count)),
+        Size::TopK => Some(("spec.model.experts.perToken", experts.per_token)),
+        Size::Dim => Some(("spec.model.hiddenSize", model.hidden_size)),
+        Size::Hidden | Size::WeightRows => {
+            Some(("spec.model.experts.intermediateSize", experts.intermediate_size))
+        }
+        Size::Segments
+        | Size::Tokens
+        | Size::Sequences
+        | Size::Inputs
+        | Size::Choices
+        | Size::Statistics => None,
+    }
 }
 
 /// What kernels do not take of slices, where they would take the experts.
@@ -301,6 +395,7 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Vec<Problem> {
         Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE)
     };
     let mut found: Vec<Problem> = fields.into_iter().map(told).collect();
+    const SEGMENTS_MAX: u32 = kernel_sizes::SEGMENTS_MAX;
     if router.aux_loss_scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX {
         found.push(Problem::of(
             Code::Unsupported,

@@ -4,7 +4,7 @@ use crate::launch;
 use crate::observed::Size;
 use moejob_fabric::{overlap, travel, ways};
 use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
-use moejob_manifest::devices::{divides, fits_expert_parallel};
+use moejob_manifest::devices::{divides, takes_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
 use moejob_manifest::profile::Backend;
 use moejob_manifest::words::{counted, several};
@@ -182,12 +182,12 @@ impl<'a> Placer<'a> {
     fn preferences(&self, dp: u32) -> Vec<u32> {
         let most = dp.min(self.job.model.slices().count);
         let mut degrees: Vec<u32> = (1..=most).filter(|ep| divides(*ep, dp)).collect();
+        degrees.retain(|ep| takes_expert_parallel(self.job, *ep));
         let profile = &self.job.profile;
         if profile.backend == Backend::Cpu {
             degrees.reverse();
             return degrees;
         }
-        degrees.retain(|ep| fits_expert_parallel(&self.job.model, *ep));
         let within = degrees.iter().rposition(|ep| *ep <= profile.nvlink_domain).unwrap_or(0);
         degrees.split_off(within)
     }
@@ -297,8 +297,11 @@ impl<'a> Placer<'a> {
         let inner = 3 * u64::from(slices.width);
         let row_bytes = (hidden * inner + together * 2 * dim) * wire;
         let top_k = u64::from(slices.per_token);
-        let routed = tokens * top_k * u64::from(mesh.ep) * held / u64::from(slices.count);
-        let worst = tokens * u64::from(mesh.ep) * top_k.min(held);
+        // What no machine has is counted as what no machine has.
+        let times = u64::saturating_mul;
+        let routed =
+            times(tokens, top_k * u64::from(mesh.ep) * held) / u64::from(slices.count).max(1);
+        let worst = times(tokens, u64::from(mesh.ep) * top_k.min(held));
         let types = Types::buckets(training, mesh.rounds(job.micro_batches()));
         let (state, offloaded) = match training.compute.offload {
             Offload::None => (owned * 12, Vec::new()),
@@ -312,27 +315,30 @@ impl<'a> Placer<'a> {
         };
         let formats = training.compute.formats(types.element, slices.per_token);
         let back = match mesh.ep > 1 && formats.returns_each() {
-            true => tokens * u64::from(mesh.ep) * formats.token_bytes(dim)[1],
+            true => times(tokens, u64::from(mesh.ep) * formats.token_bytes(dim)[1]),
             false => 0,
         };
         let parts = vec![
             Part { name: "weights", bytes: (weights + local) * wire },
             Part { name: "gradients", bytes: gradients },
             Part { name: "masters and moments", bytes: state },
-            Part { name: "activations", bytes: tokens * of_token * wire },
-            Part { name: "logits", bytes: tokens * u64::from(model.vocab_size) * (4 + wire) },
-            Part { name: "routed rows", bytes: routed * row_bytes },
+            Part { name: "activations", bytes: times(tokens, of_token * wire) },
+            Part {
+                name: "logits",
+                bytes: times(tokens, u64::from(model.vocab_size) * (4 + wire)),
+            },
+            Part { name: "routed rows", bytes: times(routed, row_bytes) },
             Part { name: "rows that come back", bytes: back },
         ];
         let parts: Vec<Part> = parts.into_iter().filter(|part| part.bytes > 0).collect();
-        let balanced: u64 = parts.iter().map(|part| part.bytes).sum();
+        let balanced = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
         let most = worst.saturating_sub(routed);
         let extra = ((routed as f64 * (model.experts.routed_headroom - 1.0)) as u64).min(most);
         RankMemory {
             parts,
             balanced,
-            committed: balanced + extra * row_bytes,
-            worst: balanced + most * row_bytes,
+            committed: balanced.saturating_add(times(extra, row_bytes)),
+            worst: balanced.saturating_add(times(most, row_bytes)),
             offloaded,
         }
     }

@@ -126,3 +126,40 @@ fn no_job_of_a_published_size_costs_too_much() {
     eprintln!("{valid} of {most} are valid");
     assert!(valid * 3 > most, "{valid} of {most} are valid: too few to say anything");
 }
+
+/// The largest numbers that fields take, all at once: their product fits in no number, and is
+/// counted as what no machine has.
+#[test]
+fn what_no_machine_has_is_counted_and_fits_nowhere() {
+    use moejob_manifest::job::Job;
+    use moejob_plan::placement::{layout, memory, sizes};
+    let read = |nodes: &str| {
+        let text = format!(
+            "apiVersion: moejob.dev/v1alpha1\nkind: MoeJob\nmetadata: {{ name: a }}\nspec:\n  \
+             nodes: {{ {nodes} }}\n  model: {{ vocabSize: 2097152, hiddenSize: 65536, \
+             numHiddenLayers: 512, numAttentionHeads: 1024, headDim: 1024, experts: {{ count: 128, \
+             perToken: 64, intermediateSize: 1048576, shared: 64, routedHeadroom: 64.0 }} }}\n  \
+             data: {{ train: {{ text: {{ paths: [a] }} }}, sequenceLength: 1048576 }}\n  \
+             training: {{ steps: 9, globalBatchSize: 1048576, microBatchSize: 65536 }}\n"
+        );
+        Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"))
+    };
+    for nodes in [
+        "profile: nd-h200-v5",
+        "profile: gpu, devicesPerNode: 16",
+        "profile: cpu, max: 16",
+        "profile: custom, custom: { devices: 0, deviceMemory: 1048576Gi }",
+    ] {
+        let job = read(nodes);
+        let most = job.nodes.max * job.profile.ranks;
+        for ep in [1, most] {
+            let memory = memory(&job, &layout(&job, most, ep), 0);
+            assert!(memory.balanced > 1 << 50, "{nodes}: {memory:?}");
+            assert!(memory.balanced <= memory.committed && memory.committed <= memory.worst);
+        }
+        if job.profile.rank_memory.is_some() {
+            assert!(sizes(&job).0.is_empty(), "{nodes}");
+        }
+        assert!(!job.unsupported().is_empty(), "{nodes}");
+    }
+}

@@ -17,6 +17,7 @@
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
 //!                                                                         pair, links
 //! CheckpointManifest                                                      checkpoint
+//! model x training x ranks that share experts --> sizes that kernels refuse   kernel_sizes
 //! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory,
 //!                                                                         workspace
 //! ```
@@ -42,6 +43,7 @@ pub mod rails;
 pub mod formats;
 pub mod zero;
 pub mod memory;
+pub mod kernel_sizes;
 pub mod workspace;
 pub mod buffers;
 pub mod ways;

@@ -13,8 +13,8 @@ mod count;
 mod shapes;
 
 pub use count::{
-    OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, rank_memory, window_bytes,
-    window_rooms,
+    OFFLOADED_MASTERS, OFFLOADED_MOMENTS, beside_arena, host_memory, model_memory, rank_memory,
+    window_bytes, window_rooms,
 };
 pub use shapes::BucketShape;
 

@@ -55,11 +55,14 @@ fn mixture(model: &ModelConfig, tokens: u64, types: &Types) -> u64 {
     let experts = &model.experts;
     let (count, dim) = (u64::from(experts.count), u64::from(model.hidden_size));
     let slices = model.slices();
-    let rows = tokens * u64::from(slices.per_token);
+    let rows = tokens.saturating_mul(slices.per_token.into());
     let row = u64::from(slices.width).max(dim) + dim;
-    let tables = tokens * count.next_multiple_of(8) + rows * 16;
+    let of_token = count.next_multiple_of(8) + 16 * u64::from(slices.per_token);
+    let tables = tokens.saturating_mul(of_token);
     // Partial gradients of the router, in at most 66 parts.
-    rows * row * types.element.bytes() + tables * 4 + 66 * count * dim * 4
+    let partial = 66 * count * dim * 4;
+    let bytes = rows.saturating_mul(row * types.element.bytes());
+    bytes.saturating_add(tables.saturating_mul(4)).saturating_add(partial)
 }
 
 #[cfg(test)]

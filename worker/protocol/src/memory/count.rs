@@ -15,16 +15,7 @@ pub fn rank_memory(
     chunks: u32,
 ) -> RankMemory {
     let shape = Shape::new(model, layout, rank, training).in_chunks(model, training, chunks);
-    let headroom = model.experts.routed_headroom.max(1.0);
-    let mut count = Count {
-        shape: &shape,
-        parts: Vec::new(),
-        offloaded: Vec::new(),
-        headroom,
-        committed: 0,
-        worst: 0,
-    };
-    let _ = crate::buffers::Buffers::plan(model, &shape, &mut count);
+    let mut count = Count::of(model, &shape);
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
         // Along rails it takes less.
@@ -36,10 +27,18 @@ pub fn rank_memory(
         let shares = checkpoint_steps.is_multiple_of(recovery.memory_every_steps.max(1));
         count.host(model, layout, rank, shares);
     }
-    let Count { parts, offloaded, committed, worst, .. } = count;
-    let balanced = parts.iter().map(|part| part.bytes).sum();
-    let (committed, worst) = (balanced + committed, balanced + worst);
-    RankMemory { parts, balanced, committed, worst, offloaded }
+    count.told()
+}
+
+/// The memory of a model by itself, without peers, snapshots and checkpoints: of one that is
+/// measured, or that generates text.
+pub fn model_memory(model: &ModelConfig, shape: &Shape) -> RankMemory {
+    let mut count = Count::of(model, shape);
+    match shape.on_cpu {
+        true => count.add("process", PROCESS_BYTES),
+        false => count.device(false),
+    }
+    count.told()
 }
 
 /// What a GPU takes beside its context and its arena: cuBLASLt's workspace, tables, and with others
@@ -53,9 +52,9 @@ pub fn beside_arena(with_others: bool) -> u64 {
 /// back, and `top_k` choices. The rooms hold rows, ids and weights that others take; or, in
 /// turn, rows and gradients of weights that the others bring.
 pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u64) -> u64 {
-    let taken = tokens * (out + 2 * 4 * top_k);
-    let brought = positions.saturating_sub(1) * tokens * (back + 4 * top_k);
-    taken.max(brought)
+    let taken = tokens.saturating_mul(out + 2 * 4 * top_k);
+    let others = positions.saturating_sub(1).saturating_mul(tokens);
+    taken.max(others.saturating_mul(back + 4 * top_k))
 }
 
 /// What a GPU takes for a window, by which tokens of expert groups travel within a node, so many
@@ -78,7 +77,8 @@ pub fn window_bytes(
     let (element, top_k) = (training.precision.element(), model.slices().per_token);
     let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
     let rooms = window_rooms(positions, tokens, bytes, top_k.into());
-    (rooms + WINDOW_MAIL).next_multiple_of(WINDOW_PAGE)
+    let bytes = rooms.saturating_add(WINDOW_MAIL);
+    bytes.checked_next_multiple_of(WINDOW_PAGE).unwrap_or(bytes)
 }
 
 /// A planner that only counts.
@@ -92,7 +92,23 @@ struct Count<'a> {
     worst: u64,
 }
 
-impl Count<'_> {
+impl<'a> Count<'a> {
+    /// Every buffer that a rank of this shape computes in.
+    fn of(model: &ModelConfig, shape: &'a Shape) -> Count<'a> {
+        let headroom = model.experts.routed_headroom.max(1.0);
+        let (parts, offloaded, committed, worst) = (Vec::new(), Vec::new(), 0, 0);
+        let mut count = Count { shape, parts, offloaded, headroom, committed, worst };
+        let _ = crate::buffers::Buffers::plan(model, shape, &mut count);
+        count
+    }
+
+    fn told(self) -> RankMemory {
+        let Count { parts, offloaded, committed, worst, .. } = self;
+        let balanced = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
+        let [committed, worst] = [committed, worst].map(|more| balanced.saturating_add(more));
+        RankMemory { parts, balanced, committed, worst, offloaded }
+    }
+
     fn add(&mut self, name: &'static str, bytes: u64) {
         add_to(&mut self.parts, name, bytes);
     }
@@ -122,27 +138,26 @@ impl Count<'_> {
         self.add("snapshots", GENERATIONS * (shard + buddy.unwrap_or(0)));
         if shares {
             // A slow disk holds it longer than two snapshots live.
-            self.worst += shard;
+            self.worst = self.worst.saturating_add(shard);
         } else {
             self.add("checkpoint", shard);
         }
         let float = shape.float_bytes;
         let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
         let exchange = weights.min(EXCHANGE_BYTES_MAX) * 2;
-        let rows = (shape.balanced.arrived + shape.balanced.routed)
-            * u64::from(model.hidden_size)
-            * float;
+        let rows = shape.balanced.arrived.saturating_add(shape.balanced.routed);
+        let rows = rows.saturating_mul(u64::from(model.hidden_size) * float);
         // What a thread beside the ops sends and gets is its own.
-        let rows = if shape.chunks > 1 { 2 * rows } else { rows };
+        let rows = if shape.chunks > 1 { rows.saturating_mul(2) } else { rows };
         let staging = if world > 1 { exchange.max(rows) } else { 0 };
-        self.add("exchange", staging + pipe_bytes(world));
+        self.add("exchange", staging.saturating_add(pipe_bytes(world)));
         self.add("process", PROCESS_BYTES);
     }
 }
 
 fn add_to(parts: &mut Vec<Part>, name: &'static str, bytes: u64) {
     match parts.iter_mut().find(|part| part.name == name) {
-        Some(part) => part.bytes += bytes,
+        Some(part) => part.bytes = part.bytes.saturating_add(bytes),
         None => parts.push(Part { name, bytes }),
     }
 }
@@ -159,7 +174,8 @@ impl Planner for Count<'_> {
     }
 
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) {
-        let bytes = |rows: u64| (rows * width * kind.bytes()) as f64;
+        // What no machine has is counted as what no machine has.
+        let bytes = |rows: u64| rows as f64 * width as f64 * kind.bytes() as f64;
         let (balanced, worst) = match rows {
             Rows::Fixed(rows) => (rows, rows),
             Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),
@@ -168,10 +184,11 @@ impl Planner for Count<'_> {
         let even = bytes(balanced);
         let worst = bytes(worst.max(balanced));
         let headroom = if matches!(rows, Rows::Fixed(_)) { 1.0 } else { self.headroom };
-        self.worst += (worst - even) as u64;
-        self.committed += ((even * headroom).min(worst) - even) as u64;
+        let add = |to: &mut u64, bytes: f64| *to = to.saturating_add(bytes as u64);
+        add(&mut self.worst, worst - even);
+        add(&mut self.committed, (even * headroom).min(worst) - even);
         let last = self.parts.last_mut().expect("`part` comes before `alloc`");
-        last.bytes += even as u64;
+        add(&mut last.bytes, even);
     }
 
     fn alloc_on_host(&mut self, name: &'static str, kind: Kind, len: u64) {
