@@ -247,7 +247,10 @@ impl<'a> RankLoad<'a> {
                 let middle = most + (above - most) / 2;
                 if with(middle) { most = middle } else { above = middle }
             }
-            let advice = "a smaller hiddenSize needs less, too";
+            let advice = match micro {
+                1 => "a smaller hiddenSize makes less, too",
+                _ => "and microBatchSize: 1 with it; a smaller hiddenSize makes less, too",
+            };
             ("spec.data.sequenceLength", length, most, advice)
         };
         let devices = match self.training.compute.backend {

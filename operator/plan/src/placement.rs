@@ -168,6 +168,9 @@ impl<'a> Placer<'a> {
             }
         }
         Err(last.unwrap_or_else(|| match job.model.slices().each {
+            1 if !takes_expert_parallel(job, 1) => {
+                "what a rank computes at once is more than its device takes".to_string()
+            }
             1 => format!("no expert parallelism divides {dp} ranks"),
             each => format!(
                 "parallelism.expertSlices: {each} shares experts out over several GPUs, and {} \
