@@ -20,6 +20,7 @@ mod device;
 mod marks;
 mod stretch;
 
+pub mod memory_bounds;
 pub mod philox;
 pub mod threads;
 

@@ -198,3 +198,31 @@ fn links_are_simulated_by_what_profiles_say() {
         assert!(output.status.code() == Some(2) && err.contains(expected), "{words}: {err}");
     }
 }
+
+/// What does not fit is counted, and refused with what would, before any of it is taken: the bound
+/// of this test leaves the program room and no more.
+#[test]
+fn a_bench_without_memory_for_it_is_refused_with_what_would_fit() {
+    let bounded = |arguments: &str| {
+        let program = env!("CARGO_BIN_EXE_moejob");
+        let line = format!("ulimit -v 3000000; exec {program} bench --device cpu {arguments}");
+        let output = Command::new("sh").args(["-c", &line]).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let small = "--steps 1 --warm-up 0 --threads 1";
+    let (code, told) = bounded(&format!("--preset tiny --sequence 65536 --micro-batch 64 {small}"));
+    assert!(code == Some(2) && told.contains("moejob: the bench wants "), "{told}");
+    assert!(told.contains("what `ulimit -v` lets a process have"), "{told}");
+    let number = |option: &str| -> u32 {
+        let (_, rest) = told.split_once(option).unwrap_or_else(|| panic!("{option} in {told}"));
+        rest.split_whitespace().next().and_then(|word| word.parse().ok()).expect("a number")
+    };
+    let (micro, sequence) = (number("--micro-batch "), number("--sequence "));
+    assert!((1..64).contains(&micro) && (1..65536).contains(&sequence), "{told}");
+    // Nothing of so large a model does.
+    let (code, told) = bounded(&format!("--preset mixtral-8x7b --devices 2 {small}"));
+    assert!(code == Some(2) && told.contains("the bench wants "), "{told}");
+    assert!(told.contains("--preset") || told.contains(" would fit"), "{told}");
+    let (code, told) = bounded(&format!("--preset tiny --sequence 16 {small}"));
+    assert_eq!(code, Some(0), "{told}");
+}

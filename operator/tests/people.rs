@@ -172,6 +172,18 @@ fn a_model_is_used_by_the_command_that_is_printed() {
         assert!(code != 0 && told.contains(expected), "{told}");
         assert!(!told.contains("unexpected argument"), "{told}");
     }
+    // What has no memory is refused before any is taken, with what would fit.
+    for (asked, option) in [
+        ("generate runs/small --prompt a --max-tokens 1048576", "--max-tokens "),
+        ("eval runs/small --data words --sequence-length 1048576", "--sequence-length "),
+    ] {
+        let line = format!("ulimit -v 250000; exec {PROGRAM} {asked}");
+        let output = place.command("sh", &["-c", &line]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2), "{told}");
+        assert!(told.contains("the model wants ") && told.contains(option), "{told}");
+        assert!(told.contains(" would fit; or raise it: `ulimit -v unlimited`"), "{told}");
+    }
     let (code, told) = place.refused(&["generate", "mistralai/Mixtral-8x7B-v0.1"]);
     assert!(code == 3 && told.contains("nothing is downloaded"), "{told}");
 }

@@ -6,11 +6,11 @@
 //! What is missing may come: a process that was killed gives its memory back some time later.
 
 use std::fmt::Write;
-use std::path::Path;
 
 use super::driver::Gpu;
 use super::error::CudaError;
 use super::nvml::{GpuProcess, Monitor, Nvml};
+use crate::memory_bounds::{Bound, MemoryBounds};
 
 /// Bytes that are planned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,25 +26,28 @@ pub(super) struct Wanted {
 }
 
 /// What there is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct There {
     free: usize,
     total: usize,
-    /// Of the host, the least that anything tells.
-    host: Option<usize>,
+    /// What bounds the host's memory most.
+    host: Option<Bound>,
 }
 
 /// What is missing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Lack {
     Device { wanted: usize, free: usize, total: usize },
-    Host { wanted: usize, available: usize },
+    Host { wanted: usize, bound: Bound },
 }
 
 impl Lack {
     /// Waiting for others cannot help.
-    pub fn is_for_ever(self) -> bool {
-        matches!(self, Lack::Device { wanted, total, .. } if wanted > total)
+    pub fn is_for_ever(&self) -> bool {
+        match self {
+            Lack::Device { wanted, total, .. } => wanted > total,
+            Lack::Host { wanted, bound } => *wanted as u64 > bound.limit,
+        }
     }
 
     /// In words, with who may have what is missing.
@@ -55,8 +58,10 @@ impl Lack {
                 let why = words(&device, [wanted, free, total], others(gpu).as_deref());
                 CudaError::NoRoom { why }
             }
-            Lack::Host { wanted, available } => {
-                let why = format!("{} are available", gib(available));
+            Lack::Host { wanted, bound } => {
+                let limit = gib(bound.limit as usize);
+                let left = gib(bound.left as usize);
+                let why = format!("{left} are {}; {}", bound.left_of(&limit), bound.raise());
                 CudaError::HostMemory { bytes: wanted, why }
             }
         }
@@ -66,8 +71,8 @@ impl Lack {
 /// What of `wanted` is not there at the moment.
 pub(super) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError> {
     let (free, total) = gpu.memory()?;
-    let host = if wanted.host > 0 { available(Path::new("/")) } else { None };
-    Ok(judge(wanted, There { free, total, host }))
+    let bounds = if wanted.host > 0 { MemoryBounds::of_this_process() } else { Default::default() };
+    Ok(judge(wanted, There { free, total, host: bounds.least_left().cloned() }))
 }
 
 fn judge(wanted: Wanted, there: There) -> Option<Lack> {
@@ -77,8 +82,8 @@ fn judge(wanted: Wanted, there: There) -> Option<Lack> {
     if of_device > free {
         return Some(Lack::Device { wanted: of_device, free, total });
     }
-    let available = host.filter(|available| wanted.host > *available)?;
-    Some(Lack::Host { wanted: wanted.host, available })
+    let bound = host.filter(|bound| wanted.host as u64 > bound.left)?;
+    Some(Lack::Host { wanted: wanted.host, bound })
 }
 
 /// Processes of others on the GPU, and their names; none where the driver does not tell.
@@ -132,49 +137,32 @@ fn gib(bytes: usize) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
-/// Bytes that a process may still take of the machine whose `/proc` and `/sys` lie under `root`,
-/// by the machine and by the control group that a container shows it.
-fn available(root: &Path) -> Option<usize> {
-    let read = |path: &str| std::fs::read_to_string(root.join(path)).ok();
-    let number = |text: &str| text.trim().parse::<usize>().ok();
-    let field = |text: &str, name: &str| {
-        let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
-        number(rest.split_whitespace().next()?)
-    };
-    let machine = read("proc/meminfo").and_then(|text| field(&text, "MemAvailable:"));
-    let machine = machine.map(|kib| kib << 10);
-    let of_group = |name: &str| read(&format!("sys/fs/cgroup/memory.{name}"));
-    let left = of_group("max").as_deref().and_then(number).zip(
-        of_group("current").as_deref().and_then(number),
-    );
-    // What files have in the page cache is given back when it is needed.
-    let cached = of_group("stat").and_then(|text| field(&text, "inactive_file ")).unwrap_or(0);
-    let left = left.map(|(most, used)| most.saturating_sub(used.saturating_sub(cached)));
-    machine.into_iter().chain(left).min()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory_bounds::BoundSource;
 
     const GIB: usize = 1 << 30;
 
     #[test]
     fn there_is_room_or_something_is_missing() {
-        let there = There { free: 50 * GIB, total: 80 * GIB, host: Some(9 * GIB) };
+        let [limit, left] = [12, 9].map(|of| (of * GIB) as u64);
+        let bound = Bound { by: BoundSource::Machine, limit, left };
+        let there = There { free: 50 * GIB, total: 80 * GIB, host: Some(bound.clone()) };
         let of = |arena, beside, host| {
             let [arena, beside, host] = [arena, beside, host].map(|of| of * GIB);
             let wanted = Wanted { arena, beside, host, ..Wanted::default() };
-            judge(wanted, there)
+            judge(wanted, there.clone())
         };
         assert_eq!(of(48, 2, 9), None);
         let device = |wanted: usize| {
             Some(Lack::Device { wanted: wanted * GIB, free: 50 * GIB, total: 80 * GIB })
         };
         assert_eq!((of(49, 2, 0), of(81, 0, 10)), (device(51), device(81)));
-        assert_eq!(of(1, 1, 10), Some(Lack::Host { wanted: 10 * GIB, available: 9 * GIB }));
-        let lasts = [of(49, 2, 0), of(81, 0, 0), of(1, 1, 10)];
-        assert_eq!(lasts.map(|lack| lack.expect("one").is_for_ever()), [false, true, false]);
+        assert_eq!(of(1, 1, 10), Some(Lack::Host { wanted: 10 * GIB, bound }));
+        let lasts = [of(49, 2, 0), of(81, 0, 0), of(1, 1, 10), of(1, 1, 13)];
+        let lasts = lasts.map(|lack| lack.expect("one").is_for_ever());
+        assert_eq!(lasts, [false, true, false, true]);
         let unknown = There { host: None, ..there };
         let wanted = Wanted { arena: GIB, host: usize::MAX, ..Wanted::default() };
         assert_eq!(judge(wanted, unknown), None);
@@ -193,26 +181,5 @@ mod tests {
         assert_eq!(said(Some(&others)), format!("{begin}: {named}"));
         assert!(said(Some(&[])).starts_with(&format!("{begin}; no other process is seen")));
         assert_eq!(said(None), format!("{begin}; the driver does not tell who else uses it"));
-    }
-
-    #[test]
-    fn the_least_of_machine_and_control_group_is_available() {
-        let home = std::env::temp_dir().join(format!("moejob-room-{}", std::process::id()));
-        let put = |name: &str, text: &str| {
-            let path = home.join(name);
-            std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
-            std::fs::write(path, text).expect("a file");
-        };
-        assert_eq!(available(&home), None);
-        put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 5 kB\n");
-        assert_eq!(available(&home), Some(5 << 10));
-        put("sys/fs/cgroup/memory.max", "max\n");
-        put("sys/fs/cgroup/memory.current", "3000\n");
-        assert_eq!(available(&home), Some(5 << 10));
-        put("sys/fs/cgroup/memory.max", "4000\n");
-        assert_eq!(available(&home), Some(1000));
-        put("sys/fs/cgroup/memory.stat", "anon 1\ninactive_file 500\n");
-        assert_eq!(available(&home), Some(1500));
-        std::fs::remove_dir_all(&home).expect("a folder");
     }
 }

@@ -2,6 +2,7 @@
 
 use super::args::{Written, or_its_runs, place, whole, word};
 use super::bar::{Bar, Unit};
+use super::room::{Need, check_alone};
 use super::validate::Output;
 use clap::{Subcommand, ValueEnum};
 use moe_worker::checkpoint::aside::{self, Aside};
@@ -10,7 +11,8 @@ use moe_worker::checkpoint::fence;
 use moe_worker::hf::{self, Options, Weights};
 use moejob_kernels::DType;
 use moejob_protocol::CheckpointManifest;
-use moejob_protocol::checkpoint::Part;
+use moejob_protocol::checkpoint::{Part, TensorEntry};
+use moejob_protocol::model::Role;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -458,6 +460,24 @@ pub fn tell_passed_over(weights: &Weights) {
     weights.passed_over().iter().for_each(|line| eprintln!("moejob: {line}"));
 }
 
+/// Bytes of memory that weights take on their way into another form: a piece of a tensor as it is
+/// read, in fp64, and as it is written; and what a router takes whole, twice, and as it is hashed.
+fn at_once(weights: &Weights) -> u64 {
+    // Of Hugging Face's tensors a run of some elements is read at once.
+    let Weights::Ours { manifest, .. } = weights else { return 0 };
+    let of = |(at, tensor): (usize, &TensorEntry)| {
+        let bytes = tensor.pieces.iter().map(|piece| piece.end.saturating_sub(piece.begin));
+        let piece = bytes.clone().max().unwrap_or(0).saturating_mul(4);
+        let role = weights.params().get(at / Part::ALL.len()).map(|param| param.role);
+        let whole = match role {
+            Some(Role::Router { .. }) => bytes.fold(0, u64::saturating_add).saturating_mul(3),
+            _ => 0,
+        };
+        piece.saturating_add(whole)
+    };
+    manifest.tensors.iter().enumerate().map(of).max().unwrap_or(0)
+}
+
 /// Opens weights and writes them in another form.
 fn convert(
     from: &Path,
@@ -472,6 +492,11 @@ fn convert(
     tell_passed_over(&weights);
     let warnings = weights.warnings();
     super::generate::warn(&warnings);
+    let wanted = Need { used: at_once(&weights), reserved: 0 };
+    if let Err(why) = check_alone("what is read at once of the weights", wanted, |_| None) {
+        eprintln!("moejob: {why}");
+        return Ok(ExitCode::from(2));
+    }
     let mut bar = Bar::new(what, Unit::Bytes);
     let written = write(&weights, &mut |done, total| bar.set(done, total));
     drop(bar);

@@ -5,12 +5,12 @@ pub mod profile;
 use super::profiles::OwnProfiles;
 use super::validate::Output;
 use clap::Args;
-use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::life::affinity::Share;
 use moe_worker::life::machine::pci::Address;
 use moe_worker::life::machine::topology::xml;
 use moe_worker::life::machine::{Machine, Processor, sys};
 use moe_worker::life::preflight::{self, places};
+use moejob_kernels::memory_bounds::{Bound, BoundSource, MemoryBounds};
 use moejob_kernels::{Isa, cuda};
 use moejob_manifest::problem::printable_lines;
 use moejob_manifest::profile::{Profile, Profiles};
@@ -142,14 +142,27 @@ fn instructions(isa: Isa) -> &'static str {
     }
 }
 
+/// What is left for a job by each bound, the least first.
 fn memory() -> Line {
-    let mib = |field| Some(kernel_bytes("/proc/meminfo", field)? >> 20);
-    let found = match (mib("MemAvailable:"), mib("MemTotal:")) {
-        (Some(free), Some(total)) => Some(format!("{free} of {total} MiB available")),
-        _ => None,
+    let MemoryBounds { mut bounds, unread, .. } = MemoryBounds::of_this_process();
+    bounds.sort_by_key(|bound| bound.left);
+    let told = |bound: &Bound| match bound.by {
+        BoundSource::Machine => {
+            format!("{} of {} MiB available", bound.left >> 20, bound.limit >> 20)
+        }
+        _ => {
+            let limit = format!("{} MiB", bound.limit >> 20);
+            format!("{} MiB are {}", bound.left >> 20, bound.left_of(&limit))
+        }
     };
-    let advice = found.is_none().then(|| "/proc/meminfo cannot be read".to_string());
-    Line { name: "memory".to_string(), found, advice, needed: true, bad: false }
+    let told: Vec<String> = bounds.iter().map(told).collect();
+    Line {
+        name: "memory".to_string(),
+        found: (!told.is_empty()).then(|| told.join("; ")),
+        advice: (!unread.is_empty()).then(|| unread.join("; ")),
+        needed: true,
+        bad: false,
+    }
 }
 
 /// Where a kernel says whether it gives pages of 2 MiB to shared memory, below /sys.

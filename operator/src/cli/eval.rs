@@ -4,6 +4,7 @@ use super::args::{self, THREADS_MAX, Written, whole};
 use super::bar::{Bar, Unit};
 use super::bench::DeviceName;
 use super::checkpoint::tell_passed_over;
+use super::room::{Need, check_alone, largest};
 use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
 use moe_worker::hf::Weights;
@@ -113,6 +114,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     warnings.extend(super::generate::beyond(&known, length as usize));
     super::generate::warn(&warnings);
     let measurer = measurer(args, weights.model(), length)?;
+    room(args, measurer, weights.model(), length)?;
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
     let found = evaluate(&weights, &data, length, measurer, &mut progress)?;
@@ -171,6 +173,28 @@ fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measure
         lacks.join("\n  ")
     );
     Err(EvalError::Unsupported { what })
+}
+
+/// Whether processors have the memory, before any of it is taken. A GPU asks for itself.
+fn room(
+    args: &EvalArgs,
+    measurer: Measurer,
+    model: &ModelConfig,
+    length: u32,
+) -> Result<(), EvalError> {
+    if args.device != DeviceName::Cpu {
+        return Ok(());
+    }
+    let wanted = |length: u32| Need::from(&measurer.memory(model, length));
+    let less = |fits: &dyn Fn(Need) -> bool| {
+        let shorter = largest(1, length, |length| fits(wanted(length)));
+        Some(match shorter {
+            Some(length) => format!("--sequence-length {length} would fit"),
+            None => "--device gpu measures it on a GPU".to_string(),
+        })
+    };
+    let refused = check_alone("the model", wanted(length), less);
+    refused.map_err(|what| EvalError::Unsupported { what })
 }
 
 /// What is typed; else what the model was trained with; else bytes.

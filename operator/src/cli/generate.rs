@@ -8,6 +8,7 @@
 
 use super::args::{self, THREADS_MAX, Written, whole};
 use super::checkpoint::tell_passed_over;
+use super::room::{Need, check_alone, largest};
 use super::spoken::{Screen, TextStream};
 use crate::cli::out::io;
 use clap::{Args, ValueEnum};
@@ -171,6 +172,13 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
     };
     let capacity = first.saturating_add(args.max_tokens);
     let (numbers, threads) = (precision(args, &weights), args::threads(args.threads));
+    let wanted =
+        |capacity: u32| Need::from(&Decoder::memory(weights.model(), capacity, numbers));
+    let less = |fits: &dyn Fn(Need) -> bool| {
+        let most = largest(1, args.max_tokens, |of| fits(wanted(first.saturating_add(of))))?;
+        Some(format!("--max-tokens {most} would fit"))
+    };
+    check_alone("the model", wanted(capacity), less).map_err(GenerateError::Input)?;
     let decoder = Decoder::open(&weights, capacity, numbers, threads)?;
     let sampling = Sampling {
         temperature: args.temperature,

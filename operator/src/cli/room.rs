@@ -1,22 +1,20 @@
 //! Whether this machine has the memory that a job wants: asked before a worker is started.
 //!
 //! ```text
-//! /proc/meminfo, control groups (v1, v2), ulimit --> Limit --judge--> why it cannot run, or advice
+//! MemoryBounds (the machine, control groups, ulimit) --judge--> why it cannot run, or advice
 //! ```
 
-use moe_worker::attempt::pace::kernel_bytes;
+use moejob_kernels::memory_bounds::{Bound, BoundSource, Scope, MemoryBounds};
 use moejob_manifest::Job;
 use moejob_manifest::profile::Backend;
 use moejob_plan::observed::Size;
 use moejob_plan::placement::{self, gib};
-use moejob_protocol::memory::{OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part};
-use rustix::process::{Resource, getrlimit};
-use std::path::Path;
+use moejob_protocol::memory::{OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part, RankMemory};
 
+/// Who wants what a manifest asks for.
+const JOB: &str = "the job";
 /// Of larger gangs each rank is taken for the first, which needs most.
 const RANKS_COUNTED_MAX: u32 = 64;
-/// The control groups of processes that are nested in each other at most.
-const DEPTH_MAX: usize = 64;
 
 /// What a worker's process writes to beside its state: the allocator's own, stacks, certificates. A
 /// worker of the smallest preset ended under `ulimit -d 30000`, and ran under 32000; its state is
@@ -26,9 +24,11 @@ const PROCESS_DATA: u64 = 4 << 20;
 /// whose state reserves 28.3 MiB, ended under `ulimit -v 72000` and ran under 80000.
 const PROCESS_ADDRESSES: u64 = 45 << 20;
 
-/// Bytes that a job wants.
+/// Bytes that a job wants, or a command that makes a model in its own process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wish {
+    /// As it begins a sentence.
+    pub who: &'static str,
     pub workers: u32,
     /// Of all workers: with even routing, and what more there may be.
     pub even: u64,
@@ -40,28 +40,6 @@ pub struct Wish {
     pub reserved_each: u64,
     /// What takes most, and its bytes.
     pub most: Option<(&'static str, u64)>,
-}
-
-/// What a bound counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Of {
-    /// All processes together.
-    All,
-    /// Each process, by the memory that it writes to.
-    EachData,
-    /// Each process, by the addresses that it reserves.
-    EachAddresses,
-}
-
-/// A bound, by where it stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Limit {
-    of: Of,
-    bytes: u64,
-    /// As it continues "4.0 GiB are".
-    what: String,
-    /// What raises it.
-    raise: String,
 }
 
 /// A job that fits.
@@ -79,10 +57,10 @@ pub struct Fit {
 /// # Errors
 /// It cannot fit: how much it wants, what there is, and what to change.
 pub fn check(job: &Job, size: &Size) -> Result<Fit, String> {
-    let (wish, limits) = (wish(job, size), limits(Path::new("/")));
-    let tight = judge(&wish, &limits)?;
-    let all = limits.iter().filter(|limit| limit.of == Of::All);
-    Ok(Fit { wish, available: all.map(|limit| limit.bytes).min(), tight })
+    let (wish, bounds) = (wish(job, size), bounds());
+    let tight = judge(&wish, &bounds)?;
+    let all = bounds.iter().filter(|bound| bound.scope() == Scope::All);
+    Ok(Fit { wish, available: all.map(|bound| bound.left).min(), tight })
 }
 
 /// What the workers of a gang of `size` want of the memory of their machine.
@@ -97,6 +75,7 @@ pub fn wish(job: &Job, size: &Size) -> Wish {
         let most = least().max_by_key(|part| part.bytes);
         let (needed, all) = (each(&mut least()), each(&mut parts.iter()));
         return Wish {
+            who: JOB,
             workers: size.nodes,
             even: needed * u64::from(size.nodes),
             kept: all * u64::from(size.nodes),
@@ -112,14 +91,16 @@ pub fn wish(job: &Job, size: &Size) -> Wish {
     let first = placement::memory(job, &size.layout, 0);
     let counted = world.min(RANKS_COUNTED_MAX);
     let rest = u64::from(world - counted);
-    let (mut even, mut kept) = (first.balanced * rest, first.committed * rest);
+    let [mut even, mut kept] =
+        [first.balanced, first.committed].map(|bytes| bytes.saturating_mul(rest));
     for rank in 0..counted {
         let memory = placement::memory(job, &size.layout, rank);
-        even += memory.balanced;
-        kept += memory.committed;
+        even = even.saturating_add(memory.balanced);
+        kept = kept.saturating_add(memory.committed);
     }
     let most = first.parts.iter().max_by_key(|part| part.bytes);
     Wish {
+        who: JOB,
         workers: size.nodes,
         even,
         kept,
@@ -130,39 +111,118 @@ pub fn wish(job: &Job, size: &Size) -> Wish {
     }
 }
 
-fn judge(wish: &Wish, limits: &[Limit]) -> Result<Option<String>, String> {
-    let wants = |bytes: u64| match wish.workers {
-        1 => format!("the job wants {} of memory", gib(bytes)),
-        workers => format!("the job wants {} of memory for {workers} workers", gib(bytes)),
-    };
-    let each = |bytes: u64| format!("a worker wants {} of memory", gib(bytes));
-    for limit in limits {
-        let (needed, sentence) = match limit.of {
-            Of::All => (wish.even, wants(wish.even)),
-            Of::EachData => {
-                let bytes = wish.even_each + PROCESS_DATA;
-                (bytes, each(bytes))
-            }
-            Of::EachAddresses => {
-                let bytes = wish.reserved_each + PROCESS_ADDRESSES;
-                (bytes, each(bytes))
-            }
-        };
-        if needed > limit.bytes {
-            let (bytes, what) = (gib(limit.bytes), &limit.what);
-            let advice = advice(wish, &limit.raise);
-            return Err(format!("{sentence}, and {bytes} are {what}\n  {advice}"));
-        }
+/// What bounds this process, where a machine may move to disk what it has no memory for.
+fn bounds() -> Vec<Bound> {
+    let MemoryBounds { mut bounds, swap, .. } = MemoryBounds::of_this_process();
+    let machine = bounds.iter_mut().filter(|bound| bound.by == BoundSource::Machine);
+    machine.for_each(|bound| bound.left = bound.left.saturating_add(swap));
+    bounds
+}
+
+/// Holds what a command makes in its own process against this machine's memory: `who`, as it
+/// begins a sentence, and what of it is used and reserved. `less` says what would fit, of what it
+/// is told to try.
+///
+/// # Errors
+/// It cannot fit: how much it wants, what there is, and what would fit.
+pub fn check_alone(
+    who: &'static str,
+    wanted: Need,
+    less: impl FnOnce(&dyn Fn(Need) -> bool) -> Option<String>,
+) -> Result<(), String> {
+    judge_alone(who, wanted, &bounds(), less)
+}
+
+/// The largest number from `least` on and below `above` that fits, where each number below one
+/// that fits does, too.
+pub fn largest(least: u32, above: u32, fits: impl Fn(u32) -> bool) -> Option<u32> {
+    if above <= least || !fits(least) {
+        return None;
     }
-    let tight = limits.iter().find(|limit| limit.of == Of::All && wish.kept > limit.bytes);
-    Ok(tight.map(|limit| {
-        let (bytes, what) = (gib(limit.bytes), &limit.what);
+    let (mut most, mut above) = (least, above);
+    while above - most > 1 {
+        let middle = most + (above - most) / 2;
+        if fits(middle) { most = middle } else { above = middle }
+    }
+    Some(most)
+}
+
+/// Bytes that a process writes to, and those that it reserves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Need {
+    pub used: u64,
+    pub reserved: u64,
+}
+
+impl From<&RankMemory> for Need {
+    fn from(memory: &RankMemory) -> Need {
+        Need { used: memory.balanced, reserved: memory.worst }
+    }
+}
+
+fn judge_alone(
+    who: &'static str,
+    wanted: Need,
+    bounds: &[Bound],
+    less: impl FnOnce(&dyn Fn(Need) -> bool) -> Option<String>,
+) -> Result<(), String> {
+    let wish = |Need { used, reserved }: Need| Wish {
+        who,
+        workers: 1,
+        even: used,
+        even_each: used,
+        reserved_each: reserved,
+        ..Wish::default()
+    };
+    let Some((bound, sentence)) = short(&wish(wanted), bounds) else { return Ok(()) };
+    let less = less(&|wanted| short(&wish(wanted), bounds).is_none());
+    let less = less.map_or(String::new(), |less| format!("{less}; or "));
+    Err(format!("{sentence}\n  {less}{}", bound.raise()))
+}
+
+/// Of the bounds that there is too little below, the one that leaves least, in words.
+fn short<'a>(wish: &Wish, bounds: &'a [Bound]) -> Option<(&'a Bound, String)> {
+    let Wish { who, .. } = wish;
+    let needed = |bound: &Bound| match bound.scope() {
+        Scope::All => wish.even,
+        Scope::EachData => wish.even_each.saturating_add(PROCESS_DATA),
+        Scope::EachAddresses => wish.reserved_each.saturating_add(PROCESS_ADDRESSES),
+    };
+    let short = bounds.iter().filter(|bound| needed(bound) > bound.left);
+    let bound = short.min_by_key(|bound| bound.left)?;
+    let whose = match bound.scope() {
+        Scope::All => wants(wish, wish.even),
+        Scope::EachData | Scope::EachAddresses => {
+            let who = if *who == JOB { "a worker" } else { who };
+            format!("{who} wants {} of memory", gib(needed(bound)))
+        }
+    };
+    let what = bound.left_of(&gib(bound.limit));
+    Some((bound, format!("{whose}, and {} are {what}", gib(bound.left))))
+}
+
+fn wants(wish: &Wish, bytes: u64) -> String {
+    let (who, bytes) = (wish.who, gib(bytes));
+    match wish.workers {
+        1 => format!("{who} wants {bytes} of memory"),
+        workers => format!("{who} wants {bytes} of memory for {workers} workers"),
+    }
+}
+
+fn judge(wish: &Wish, bounds: &[Bound]) -> Result<Option<String>, String> {
+    if let Some((bound, sentence)) = short(wish, bounds) {
+        return Err(format!("{sentence}\n  {}", advice(wish, &bound.raise())));
+    }
+    let all = bounds.iter().filter(|bound| bound.scope() == Scope::All);
+    let tight = all.filter(|bound| wish.kept > bound.left).min_by_key(|bound| bound.left);
+    Ok(tight.map(|bound| {
+        let (bytes, what) = (gib(bound.left), bound.left_of(&gib(bound.limit)));
         format!(
             "{} {}, and {bytes} are {what}: {}. {}",
-            wants(wish.kept),
+            wants(wish, wish.kept),
             wish.more.0,
             wish.more.1,
-            advice(wish, &limit.raise)
+            advice(wish, &bound.raise())
         )
     }))
 }
@@ -187,77 +247,6 @@ fn advice(wish: &Wish, raise: &str) -> String {
     format!("most of it are {name}, {largest} of the first rank; {lower}; or {raise}")
 }
 
-/// Every bound on memory of the machine whose `/proc` and `/sys` lie under `root`.
-fn limits(root: &Path) -> Vec<Limit> {
-    let mut limits = Vec::new();
-    let meminfo = root.join("proc/meminfo");
-    let of = |field| kernel_bytes(&meminfo.to_string_lossy(), field);
-    if let Some(available) = of("MemAvailable:") {
-        limits.push(Limit {
-            of: Of::All,
-            bytes: available + of("SwapFree:").unwrap_or(0),
-            what: "available on this machine".to_string(),
-            raise: "end what else uses the memory".to_string(),
-        });
-    }
-    limits.extend(groups(root));
-    for (resource, of, option) in
-        [(Resource::Data, Of::EachData, "-d"), (Resource::As, Of::EachAddresses, "-v")]
-    {
-        if let Some(bytes) = getrlimit(resource).current {
-            limits.push(Limit {
-                of,
-                bytes,
-                what: format!("what `ulimit {option}` lets a process have"),
-                raise: format!("raise it: `ulimit {option} unlimited`"),
-            });
-        }
-    }
-    limits
-}
-
-/// What is left in the control groups that this process is in, and in those around them.
-fn groups(root: &Path) -> Vec<Limit> {
-    let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let mut limits = Vec::new();
-    for line in text.lines() {
-        // `0::/path` is version 2, `9:memory:/path` version 1.
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (base, names) = match controllers {
-            "" => (root.join("sys/fs/cgroup"), ["memory.max", "memory.current", "inactive_file "]),
-            of if of.split(',').any(|of| of == "memory") => (
-                root.join("sys/fs/cgroup/memory"),
-                ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "],
-            ),
-            _ => continue,
-        };
-        // In a container the path may be the host's, and its own group the root.
-        for folder in Path::new(path.trim_start_matches('/')).ancestors().take(DEPTH_MAX) {
-            let folder = base.join(folder);
-            limits.extend(left(&folder, names));
-        }
-    }
-    limits
-}
-
-/// Of one group. What files have in the page cache is given back when it is needed.
-fn left(folder: &Path, [limit, usage, cached]: [&str; 3]) -> Option<Limit> {
-    let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
-    // `max`, and in version 1 a number above all machines, are no limit.
-    let limit: u64 = read(limit)?.trim().parse().ok().filter(|bytes| *bytes < 1 << 60)?;
-    let usage: u64 = read(usage)?.trim().parse().ok()?;
-    let stat = read("memory.stat").unwrap_or_default();
-    let cached = stat.lines().find_map(|line| line.strip_prefix(cached)?.trim().parse().ok());
-    let used = usage.saturating_sub(cached.unwrap_or(0u64));
-    Some(Limit {
-        of: Of::All,
-        bytes: limit.saturating_sub(used),
-        what: format!("left of the {} that its control group allows", gib(limit)),
-        raise: "give the container, slice or job of this machine more memory".to_string(),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,6 +255,7 @@ mod tests {
 
     fn wish() -> Wish {
         Wish {
+            who: JOB,
             workers: 4,
             even: 8 * GIB,
             kept: 12 * GIB,
@@ -276,55 +266,58 @@ mod tests {
         }
     }
 
-    fn limit(of: Of, bytes: u64) -> Limit {
-        let (what, raise) = ("available here".to_string(), "end what else runs".to_string());
-        Limit { of, bytes, what, raise }
+    fn bound(by: BoundSource, left: u64) -> Bound {
+        Bound { by, limit: 16 * GIB, left }
     }
 
     #[test]
     fn what_cannot_fit_is_refused_with_what_to_change() {
         assert_eq!(judge(&wish(), &[]), Ok(None));
-        assert_eq!(judge(&wish(), &[limit(Of::All, 12 * GIB)]), Ok(None));
-        let refused = judge(&wish(), &[limit(Of::All, 7 * GIB)]).expect_err("refused");
+        assert_eq!(judge(&wish(), &[bound(BoundSource::Machine, 12 * GIB)]), Ok(None));
+        let refused = judge(&wish(), &[bound(BoundSource::Machine, 7 * GIB)]).expect_err("refused");
         assert_eq!(
             refused,
-            "the job wants 8.0 GiB of memory for 4 workers, and 7.0 GiB are available here\n  \
-             most of it are activations, 1.0 GiB of the first rank; a smaller \
-             training.microBatchSize or data.sequenceLength needs less; or end what else runs"
+            "the job wants 8.0 GiB of memory for 4 workers, and 7.0 GiB are available on this \
+             machine\n  most of it are activations, 1.0 GiB of the first rank; a smaller \
+             training.microBatchSize or data.sequenceLength needs less; or end what else uses the \
+             memory"
         );
-        let tight = judge(&wish(), &[limit(Of::All, 9 * GIB)]).expect("fits").expect("a word");
+        let tight = judge(&wish(), &[bound(BoundSource::Machine, 9 * GIB)]);
+        let tight = tight.expect("fits").expect("a word");
         assert!(tight.starts_with("the job wants 12.0 GiB of memory for 4 workers where"));
         let (data, addresses) = (2 * GIB + PROCESS_DATA, 5 * GIB + PROCESS_ADDRESSES);
-        let bounds = [(Of::EachData, 2 * GIB, data), (Of::EachAddresses, 5 * GIB, addresses)];
-        for (of, room, enough) in bounds {
-            let refused = judge(&wish(), &[limit(of, room)]).expect_err("refused");
+        let bounds = [('d', 2 * GIB, data), ('v', 5 * GIB, addresses)];
+        for (letter, room, enough) in bounds {
+            let limit = |left| bound(BoundSource::Ulimit(letter), left);
+            let refused = judge(&wish(), &[limit(room)]).expect_err("refused");
             assert!(refused.starts_with("a worker wants "), "{refused}");
-            assert_eq!(judge(&wish(), &[limit(of, enough)]), Ok(None));
+            assert_eq!(judge(&wish(), &[limit(enough)]), Ok(None));
         }
     }
-
     #[test]
-    fn control_groups_of_both_versions_are_read_upwards() {
-        let home = tempfile::tempdir().expect("a folder");
-        let put = |name: &str, text: &str| {
-            let path = home.path().join(name);
-            std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
-            std::fs::write(path, text).expect("a file");
+    fn a_command_is_refused_with_what_would_fit() {
+        let wanted = |used| Need { used: used * GIB, reserved: 2 * used * GIB };
+        let judged = |used, bounds: &[Bound]| {
+            // The largest of what fits.
+            judge_alone("the bench", wanted(used), bounds, |fits| {
+                let most = (1..used).rev().find(|used| fits(wanted(*used)))?;
+                Some(format!("--layers {most} would fit"))
+            })
         };
-        put("proc/self/cgroup", "0::/a/b\n");
-        put("sys/fs/cgroup/a/b/memory.max", "max\n");
-        put("sys/fs/cgroup/a/memory.max", "4096000\n");
-        put("sys/fs/cgroup/a/memory.current", "3000000\n");
-        put("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 1000000\n");
-        let left = |root: &Path| groups(root).iter().map(|of| of.bytes).collect::<Vec<_>>();
-        assert_eq!(left(home.path()), [2_096_000]);
-        put("proc/self/cgroup", "5:cpu:/x\n4:hugetlb,memory:/docker/of-the-host\n");
-        put("sys/fs/cgroup/memory/memory.limit_in_bytes", "5000\n");
-        put("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000\n");
-        assert_eq!(left(home.path()), [4_000]);
-        put("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
-        assert_eq!(left(home.path()), [0; 0]);
-        put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 3 kB\nSwapFree: 1 kB\n");
-        assert_eq!(limits(home.path())[0].bytes, 4096);
+        let group = BoundSource::Group { folder: "/g".into(), file: "memory.max", own: true };
+        let bounds = [bound(BoundSource::Machine, 9 * GIB), bound(group, 3 * GIB)];
+        assert_eq!(judged(3, &bounds), Ok(()));
+        assert_eq!(
+            judged(8, &bounds).expect_err("refused"),
+            "the bench wants 8.0 GiB of memory, and 3.0 GiB are left of the 16.0 GiB that its \
+             control group allows (/g/memory.max)\n  --layers 3 would fit; or give the container, \
+             slice or job of this machine more memory"
+        );
+        let addresses = [bound(BoundSource::Ulimit('v'), 9 * GIB)];
+        let refused = judged(8, &addresses).expect_err("refused");
+        assert!(refused.starts_with("the bench wants 16.0 GiB of memory, and 9.0"), "{refused}");
+        assert!(refused.contains("--layers 4 would fit; or raise it"), "{refused}");
+        let none = judged(1, &[bound(BoundSource::Machine, 5)]).expect_err("refused");
+        assert!(none.ends_with("\n  end what else uses the memory"), "{none}");
     }
 }

@@ -5,9 +5,9 @@ use moe_worker::life::affinity::Share;
 use moe_worker::life::dying;
 use moe_worker::life::run::Bootstrap;
 use moejob_identity::authority::Authority;
+use moejob_kernels::memory_bounds::Ulimits;
 use moejob_plan::lead::WorkerPod;
 use moejob_protocol::pod::ENV_TRACE;
-use rustix::process::{Resource, getrlimit};
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
@@ -102,7 +102,7 @@ impl Processes {
             .arg0(std::env::args_os().next().unwrap_or_else(|| "moejob".into()))
             .arg("worker")
             .envs(self.trace.iter().map(|file| (ENV_TRACE, file)))
-            .envs(arenas(getrlimit(Resource::As).current))
+            .envs(arenas(Ulimits::of_this_process().addresses))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log)

@@ -5,8 +5,9 @@
 //! copy of so many bytes usually costs.
 
 use crate::gang::comm::{Comm, CommError};
+use moejob_kernels::memory_bounds::{Bound, BoundSource, MemoryBounds};
 use moejob_protocol::config::Member;
-use moejob_protocol::memory::GENERATIONS;
+use moejob_protocol::memory::{GENERATIONS, host_memory};
 use std::time::{Duration, Instant};
 
 /// Time between snapshots over what one costs: 0.5%.
@@ -67,7 +68,24 @@ impl Pace {
         let shard = held.state.div_ceil(buddies.len().max(1) as u64);
         let snapshots = GENERATIONS * shard * kept_with(members, buddies, comm.rank());
         let kept = snapshots + held.offloaded;
-        let mut pace = Pace::new(shard, kept, room(), Instant::now());
+        let memory = MemoryBounds::of_this_process();
+        let beside = |other: &&Member| {
+            members.get(comm.rank() as usize).is_some_and(|own| own.worker == other.worker)
+        };
+        let ranks = members.iter().filter(beside).count().max(1) as u64;
+        let processes = host_memory(0, ranks, buddies.len() as u64, &[]);
+        let room = room(&memory, processes.iter().map(|part| part.bytes).sum());
+        let mut pace = Pace::new(shard, kept, room.unwrap_or(0), Instant::now());
+        if !pace.fits {
+            let (room, unread) = (room.unwrap_or(0), memory.unread.join("; "));
+            tracing::warn!(
+                kept,
+                room,
+                unread,
+                "no copies of the state are kept in memory, which has no room for them: a loss \
+                 goes back to the last checkpoint"
+            );
+        }
         let said = comm.gather_all(&[u8::from(pace.fits)], 1)?;
         pace.fits = said.iter().all(|fits| fits == &[1]);
         Ok(pace)
@@ -126,28 +144,24 @@ fn kept_with(members: &[Member], buddies: &[Option<u32>], rank: u32) -> u64 {
     (owned + buddies.iter().enumerate().filter(others).count()) as u64
 }
 
-/// Bytes of memory that snapshots may take here.
-fn room() -> u64 {
-    let machine = kernel_bytes("/proc/meminfo", "MemTotal:").unwrap_or(0);
-    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
-    room_of(machine, limit.trim().parse().ok())
-}
-
-/// Of a machine's memory, and of the limit of a control group where there is one.
-fn room_of(machine: u64, limit: Option<u64>) -> u64 {
-    let (bytes, share) = match limit.filter(|limit| *limit < machine) {
-        Some(limit) => (limit, SHARE_OF_LIMIT),
-        None => (machine, SHARE),
+/// Bytes of memory that snapshots may take here beside a worker's processes, which take so many
+/// themselves; None where nothing tells how much there is.
+///
+/// By limits and not by what is left of them: what a worker keeps from the attempt before is among
+/// what is used.
+fn room(memory: &MemoryBounds, processes: u64) -> Option<u64> {
+    let part = |bound: &Bound, share: f64| (bound.limit as f64 * share) as u64;
+    let of = |bound: &Bound| match &bound.by {
+        BoundSource::Machine | BoundSource::Group { own: false, .. } => Some(part(bound, SHARE)),
+        // Of a small one the processes take most.
+        BoundSource::Group { own: true, .. } => {
+            Some(part(bound, SHARE_OF_LIMIT).min(bound.limit.saturating_sub(processes)))
+        }
+        BoundSource::Ulimit('v') => Some(part(bound, SHARE_OF_LIMIT)),
+        // Snapshots lie in shared memory, which is none of a process's data.
+        BoundSource::Ulimit(_) => None,
     };
-    (bytes as f64 * share) as u64
-}
-
-/// What stands behind `field` in a file of the kernel's that counts in kB, such as /proc/meminfo.
-pub fn kernel_bytes(file: &str, field: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(file).ok()?;
-    let rest = text.lines().find_map(|line| line.strip_prefix(field))?;
-    let kib: u64 = rest.split_whitespace().next()?.parse().ok()?;
-    Some(kib << 10)
+    memory.bounds.iter().filter_map(of).min()
 }
 
 #[cfg(test)]
@@ -210,10 +224,26 @@ mod tests {
 
     #[test]
     fn a_pod_keeps_what_it_asked_for() {
-        // A machine of 1,900 GB, as others use it too; and a pod that was given 1,000 of them.
-        assert_eq!(room_of(1_900, None), 1_330);
-        assert_eq!(room_of(1_900, Some(1_000)), 850);
-        assert_eq!(room_of(1_900, Some(u64::MAX)), 1_330);
-        assert!(room() > 1 << 20, "this machine has memory");
+        let bound = |by, limit| Bound { by, limit, left: 0 };
+        let of = |own, limit| {
+            bound(BoundSource::Group { folder: "/".into(), file: "memory.max", own }, limit)
+        };
+        let room = |others: &[Bound]| {
+            // A machine of 1,900 GB, as others use it too.
+            let bounds = [&[bound(BoundSource::Machine, 1_900)], others].concat();
+            room(&MemoryBounds { bounds, ..MemoryBounds::default() }, 90)
+        };
+        assert_eq!(room(&[]), Some(1_330));
+        // A pod that was given 1,000 of them; or that shares them with others around it.
+        assert_eq!(room(&[of(true, 1_000)]), Some(850));
+        assert_eq!(room(&[of(true, 1_000), of(false, 1_000)]), Some(700));
+        assert_eq!(room(&[of(true, 1_800), of(false, 100)]), Some(70));
+        let ulimit = |letter| bound(BoundSource::Ulimit(letter), 100);
+        assert_eq!(room(&[ulimit('v')]), Some(85));
+        assert_eq!(room(&[ulimit('d')]), Some(1_330));
+        // The processes of a small pod leave less.
+        assert_eq!(room(&[of(true, 200)]), Some(110));
+        assert_eq!(room(&[of(true, 80)]), Some(0));
+        assert_eq!(super::room(&MemoryBounds::default(), 90), None);
     }
 }

@@ -16,9 +16,9 @@ use crate::hf::{Weights, load};
 use crate::state::rank::{DeviceError, RankState};
 use moejob_kernels::{CachedAttention, Device, Gate, KernelError, Layout as Order, Matmul};
 use moejob_protocol::buffers::LayerCache;
-use moejob_protocol::config::Precision;
+use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::Shape;
+use moejob_protocol::memory::{RankMemory, Shape, model_memory};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
 
@@ -59,6 +59,18 @@ pub struct Decoder {
     capacity: usize,
 }
 
+/// What a decoder of `config`, with room for so many tokens, is planned from.
+fn planned(
+    config: &ModelConfig,
+    capacity: u32,
+    precision: Precision,
+) -> (Shape, TrainingConfig, Layout) {
+    let training = training(TOGETHER.min(capacity), 1, precision);
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let shape = Shape::new(config, &layout, 0, &training).generating(capacity.into());
+    (shape, training, layout)
+}
+
 impl Decoder {
     /// Loads weights, with room for a text of `capacity` tokens. `precision` is fp32 or fp64.
     ///
@@ -91,14 +103,18 @@ impl Decoder {
         }
         let (config, capacity) = (dropless(config), capacity.max(1));
         let together = TOGETHER.min(capacity);
-        let training = training(together, 1, precision);
-        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let shape = Shape::new(&config, &layout, 0, &training).generating(capacity.into());
+        let (shape, training, layout) = planned(&config, capacity, precision);
         let device = Device::cpu(threads, 0)?;
         let mut model = Model::on(device, shape, &config, &layout, 0, &training)?;
         model.past = Some(0);
         let (together, capacity) = (together as usize, capacity as usize);
         Ok(Decoder { model, links: Links::solo(), together, capacity })
+    }
+
+    /// What a decoder with room for a text of `capacity` tokens takes.
+    pub fn memory(config: &ModelConfig, capacity: u32, precision: Precision) -> RankMemory {
+        let config = dropless(config);
+        model_memory(&config, &planned(&config, capacity.max(1), precision).0)
     }
 
     /// Whose weights may be written.

@@ -15,7 +15,8 @@ use moejob_protocol::config::{
     TrainingConfig,
 };
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::Shape;
+use moejob_protocol::kernel_sizes::{Sharing, on_gpus};
+use moejob_protocol::memory::{RankMemory, Shape, model_memory};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::ModelConfig;
 use std::path::Path;
@@ -139,6 +140,14 @@ impl Measurer {
             training.compute.backend = Backend::Cuda;
             // Layers share the memory of one. On processors what nobody touches takes none.
             training.recompute = Recompute::Full;
+            let is_too_much = |training: &TrainingConfig| {
+                let refused = on_gpus(config, training, Sharing::ALONE).into_iter();
+                refused.into_iter().any(|of| of.size.is_of_tokens())
+            };
+            while training.micro_batch_size > 1 && is_too_much(&training) {
+                training.micro_batch_size /= 2;
+                training.global_batch_size = training.micro_batch_size;
+            }
         }
         training
     }
@@ -150,14 +159,33 @@ impl Measurer {
         training: &TrainingConfig,
         documents: bool,
     ) -> Result<Model, KernelError> {
+        let (shape, layout) = self.shape(config, training, documents);
+        let device = match self {
+            Measurer::Processors { threads } => Device::cpu(threads, 0)?,
+            Measurer::Gpu { .. } => Device::cuda(0, 0)?,
+        };
+        Model::on(device, shape, config, &layout, 0, training)
+    }
+
+    fn shape(
+        self,
+        config: &ModelConfig,
+        training: &TrainingConfig,
+        documents: bool,
+    ) -> (Shape, Layout) {
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let (device, layout) = match self {
-            Measurer::Processors { threads } => (Device::cpu(threads, 0)?, layout),
-            Measurer::Gpu { .. } => (Device::cuda(0, 0)?, layout.by_buckets()),
+        let layout = match self {
+            Measurer::Processors { .. } => layout,
+            Measurer::Gpu { .. } => layout.by_buckets(),
         };
         let shape = Shape::new(config, &layout, 0, training).measuring();
-        let shape = Shape { documents, ..shape };
-        Model::on(device, shape, config, &layout, 0, training)
+        (Shape { documents, ..shape }, layout)
+    }
+
+    /// What a model of `config` takes of its device where sequences have so many tokens.
+    pub fn memory(self, config: &ModelConfig, sequence_length: u32) -> RankMemory {
+        let training = self.training(config, sequence_length);
+        model_memory(config, &self.shape(config, &training, true).0)
     }
 }
 

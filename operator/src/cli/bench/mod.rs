@@ -7,6 +7,7 @@
 //! `moejob bench --links` measures the links between GPUs instead (`links`).
 
 mod links;
+mod memory;
 mod names;
 mod options;
 mod synthetic;
@@ -14,7 +15,6 @@ mod travels;
 
 use super::complain;
 use moe_worker::attempt::gauge::Gauge;
-use moe_worker::attempt::pace::kernel_bytes;
 use moe_worker::engine::graphs::Captures;
 use moe_worker::engine::step::{Engine, StepError, StepSummary};
 use moe_worker::engine::trace::{STEPS_TRACED, Trace};
@@ -24,6 +24,7 @@ use moe_worker::state::snapshot::initialize;
 use moejob_fabric::overlap;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
+use moejob_kernels::memory_bounds::peak_of_this_process;
 use moejob_manifest::{Job, devices, job::Venue, preset::fields};
 use moejob_manifest::spec::{Preset, as_typed};
 use moejob_plan::launch::{self, Places};
@@ -146,9 +147,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     }
     let layout = placement::layout(&job, devices, ep);
     let planned = placement::memory(&job, &layout, 0);
-    // A bench keeps no state beside the device's.
-    let kept = planned.parts.iter().filter(|part| ["snapshots", "checkpoint"].contains(&part.name));
-    let planned = planned.committed - kept.map(|part| part.bytes).sum::<u64>();
+    let planned = planned.committed - memory::kept(&planned);
     let places = Places {
         root: String::new(),
         checkpoints: String::new(),
@@ -157,6 +156,9 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     };
     let template = launch::template(&job, Venue::Local, "bench", &places);
     let ranks = devices;
+    if job.training.compute.backend == Backend::Cpu {
+        memory::check(args, preset, &job, &layout).map_err(|why| Refused(2, why))?;
+    }
     let overlap_degree = overlap::choice(&job, &layout).0;
     let mut config =
         WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
@@ -320,7 +322,7 @@ fn train(
     let (used, watts) = match &told {
         Some(told) => (told.memory_bytes, told.watts),
         // The most that this process had in memory.
-        None => (kernel_bytes("/proc/self/status", "VmHWM:"), None),
+        None => (peak_of_this_process(), None),
     };
     let device = match told {
         Some(told) => told.name,

@@ -8,7 +8,7 @@ use moejob_manifest::spec::Preset;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct BenchArgs {
     /// The model, such as olmoe-1b-7b or tiny; `moejob explain model.preset` lists them.
     #[arg(long, value_parser = preset_of, required_unless_present = "links")]

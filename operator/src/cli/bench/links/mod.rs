@@ -22,7 +22,7 @@ use moejob_manifest::resources::unit;
 use std::process::ExitCode;
 use table::Told;
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct LinksArgs {
     /// In place of a model, the links between this machine's GPUs: bytes a second by link, by verb
     /// and by size, beside what a profile expects.
