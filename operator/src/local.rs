@@ -27,7 +27,6 @@ use passed::pass_over;
 use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
 use moe_worker::checkpoint::aside::WAYS_ON;
-use moe_worker::failure::chain;
 use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
