@@ -7,22 +7,25 @@ mod common;
 mod places;
 
 use common::made::Made;
+use moe_worker::data::{Batch, Batches, DataError};
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::checkpoint::fence::{Claim, Claiming};
 use moe_worker::checkpoint::{Disk, Identity, commit, load, show, write_shard};
 use moe_worker::state::rank::RankState;
 use moe_worker::state::slots::Memory;
 use moe_worker::state::snapshot::{cut_into, cut_into_slot};
-use moejob_kernels::{DType, Device, HeadDesc, HeadPlan};
+use moejob_kernels::{DType, Device, HeadDesc, HeadPlan, IGNORE};
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, Offload, Precision, Recompute, TrainingConfig,
 };
+use moejob_protocol::memory::Shape;
 use moejob_protocol::model::{AuxLossScope, ModelConfig, QkNorm, Scoring};
 use moejob_protocol::workspace::head_bytes;
 use std::sync::atomic::AtomicBool;
 use places::{
-    Where, apart, distances, engine, engine_with, has_gpu, model, places, run, state, steps,
+    Where, apart, distances, engine, engine_shaped, engine_with, has_gpu, model, places, run,
+    state, steps,
 };
 
 fn training() -> TrainingConfig {
@@ -95,6 +98,40 @@ fn other_models() {
     other.router.aux_loss_scope = AuxLossScope::Sequence;
     other.router.aux_loss_coef = 0.1;
     check("the balance of each sequence", &other, &training(), ALIKE);
+}
+
+/// Of each micro-batch every third target does not count.
+struct Masked {
+    made: Made,
+    micro_batches: u64,
+    batch: Batch,
+}
+
+impl Batches for Masked {
+    fn micro_batch(&mut self, step: u64, index: u32) -> Result<&Batch, DataError> {
+        self.batch = self.made.micro_batch(step, index)?.clone();
+        self.batch.targets.iter_mut().step_by(3).for_each(|target| *target = IGNORE);
+        self.batch.step_targets = Some(self.batch.counted() * self.micro_batches);
+        Ok(&self.batch)
+    }
+}
+
+#[test]
+fn every_device_divides_by_the_targets_that_count() {
+    let (model, training) = (model(), training());
+    let steps = |on: Where| -> Vec<StepSummary> {
+        let device_is_told = |shape: &mut Shape| shape.masked = on != Where::Tree;
+        let mut engine = engine_shaped(on, &model, &training, |_| {}, device_is_told);
+        let micro_batches = u64::from(training.global_batch_size / training.micro_batch_size);
+        let made = Made::new(&model, &training);
+        let mut data = Masked { made, micro_batches, batch: Batch::default() };
+        (0..4).map(|step| engine.step(step, &mut data).expect("a step")).collect()
+    };
+    let expected = steps(Where::Tree);
+    for on in places() {
+        let (losses, norms) = distances(&steps(on), &expected);
+        assert!(losses < 1e-5 && norms < 1e-3, "{on:?}: {losses:e} {norms:e}");
+    }
 }
 
 #[test]

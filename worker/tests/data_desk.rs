@@ -69,7 +69,7 @@ fn micro_batch(corpus: &mut Corpus, step: u64, index: u32) -> Batch {
 fn what_an_engine_gets_is_what_the_worker_has_open() {
     let (_folder, mut data) = folder();
     for apart in [false, true] {
-        data.reset_at_boundaries = apart;
+        (data.reset_at_boundaries, data.mask_at_boundaries) = (apart, apart);
         let worker = Worker::of(&data);
         let (mut here, mut expected) = (open(&data), Vec::new());
         let (mut first, _a, _) = worker.corpus();
@@ -80,7 +80,7 @@ fn what_an_engine_gets_is_what_the_worker_has_open() {
         assert_eq!(first.held_out_sequences(u32::MAX), most);
         for (step, index) in [(0, 0), (0, 4), (3, 2), (700, 1)] {
             let batch = micro_batch(&mut here, step, index);
-            assert_eq!(batch.starts.is_some(), apart);
+            assert_eq!((batch.starts.is_some(), batch.step_targets.is_some()), (apart, apart));
             assert_eq!(micro_batch(&mut first, step, index), batch);
             assert_eq!(micro_batch(&mut second, step, index), batch);
             expected.push(batch);

@@ -9,7 +9,7 @@ use moe_worker::engine::model::Model;
 use moe_worker::engine::round::Round;
 use moe_worker::state::snapshot::initialize;
 use moejob_protocol::Mesh;
-use moejob_protocol::config::{DataSource, MixturePart, Precision};
+use moejob_protocol::config::{DataSource, MixturePart, Precision, Schedule};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::QkNorm;
 
@@ -134,8 +134,61 @@ fn a_mixtures_batches_do_not_depend_on_how_a_step_is_cut() {
     assert!((100..=130).contains(&lines), "{lines} of 480 sequences are of the second source");
 }
 
+/// The loss is a mean over the targets that count, and its gradient is that mean's: a small step
+/// along it lowers the loss by the square of its norm.
+#[test]
+fn a_target_behind_the_end_of_a_document_has_no_part_in_loss_and_gradient() {
+    let steps = |masked: bool| {
+        let mut job = common::Job::new(Layout::contiguous(Mesh::data_parallel(1, 1)));
+        let text = job.folder.path().join("text");
+        // Of 24 windows' targets every third one begins a document.
+        let letters = ["ab", "xb", "ac", "ad", "xc"];
+        let lines: String = (0..129)
+            .map(|i| format!("{{\"text\":\"{}\"}}\n", letters[i * i % letters.len()]))
+            .collect();
+        std::fs::write(text.join("lines.jsonl"), lines).expect("a file");
+        let (root, paths) = (text.display().to_string(), vec!["*.jsonl".to_string()]);
+        let config = &mut job.config;
+        config.data.source =
+            DataSource::Jsonl { root, paths, exclude: vec![], field: "text".to_string() };
+        (config.data.end_of_document, config.data.mask_at_boundaries) = (Some(0), masked);
+        config.data.validation.fraction = 0.0;
+        // One step sees all windows, and its update is RATE times the gradient.
+        let training = &mut config.training;
+        (training.global_batch_size, training.micro_batch_size) = (24, 4);
+        (training.precision, training.max_grad_norm) = (Precision::Fp64, 0.0);
+        training.schedule = Schedule::Constant { warmup_steps: 0 };
+        training.adamw.epsilon = 1e6;
+        training.adamw.learning_rate = RATE * 1e6;
+        training.adamw.weight_decay = 0.0;
+        config.model.router.aux_loss_coef = 0.0;
+        config.model.router.z_loss_coef = 0.0;
+        let (_, reports) = job.run(&mut common::trainers(1), None);
+        reports
+    };
+    const RATE: f64 = 1e-3;
+    for masked in [false, true] {
+        let reports = steps(masked);
+        let fallen = reports[0].loss - reports[1].loss;
+        let expected = RATE * reports[0].grad_norm.powi(2);
+        assert!((fallen / expected - 1.0).abs() < 0.02, "{masked}: {fallen}, {expected}");
+    }
+    assert_ne!(steps(true)[0].loss, steps(false)[0].loss);
+}
+
 #[test]
 fn a_mixture_trains_to_the_same_bits_on_any_number_of_ranks() {
+    for masked in [false, true] {
+        same_bits_on_any_number_of_ranks(masked);
+    }
+}
+
+fn same_bits_on_any_number_of_ranks(masked: bool) {
+    let mixed = |layout| {
+        let mut job = mixed(layout);
+        job.config.data.mask_at_boundaries = masked;
+        job
+    };
     let alone = mixed(Layout::contiguous(Mesh::data_parallel(1, 1)));
     let (_, expected) = alone.run(&mut common::trainers(1), None);
     assert_eq!(expected.len(), 10);

@@ -279,6 +279,10 @@ fn windows_know_where_documents_begin() {
         data.end_of_document = end;
         let mut corpus = open(&data);
         let begins = beginnings(lengths);
+        let all = begins.clone();
+        data.mask_at_boundaries = true;
+        let mut masks = open(&data);
+        data.mask_at_boundaries = false;
         for window in 0..corpus.windows() {
             let mut batch = Batch::new(16);
             corpus.fill_in_order(window, &mut batch).expect("data");
@@ -287,7 +291,16 @@ fn windows_know_where_documents_begin() {
             let expected: Vec<u32> =
                 begins.iter().map(|at| at.saturating_sub(first) as u32).collect();
             assert_eq!(batch.starts.as_deref(), Some(&expected[..]), "{name} {end:?} {window}");
+            let mut masked = Batch::new(16);
+            masks.fill_in_order(window, &mut masked).expect("data");
+            for at in 0..16 {
+                let token = first + at + 1;
+                let begins = all.get(token).is_none_or(|begin| *begin == token);
+                let expected = if begins { u32::MAX } else { batch.targets[at] };
+                assert_eq!(masked.targets[at], expected, "{name} {end:?} {window} {at}");
+            }
         }
+        assert_ne!(masks.fingerprint(), corpus.fingerprint());
         data.reset_at_boundaries = false;
         let mut together = open(&data);
         let mut batch = Batch::new(16);

@@ -202,6 +202,7 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
             tokenizer: Tokenizer::Bytes,
             end_of_document: None,
             reset_at_boundaries: false,
+            mask_at_boundaries: false,
             validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
             exclude: vec![],
         },

@@ -79,6 +79,8 @@ pub struct Data {
     pub tokenizer: Tokenizer,
     pub end_of_document: Option<u32>,
     pub reset_at_boundaries: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")] // Hashes are older.
+    pub mask_at_boundaries: bool,
     pub validation: ValidationConfig,
 }
 
@@ -445,13 +447,13 @@ fn data(spec: &MoeJobSpec) -> Data {
         Some(parts) => parts.into_iter().map(part).collect(),
         None => vec![TrainPart { weight: None, source: source(train.source()) }],
     };
-    let held_out = validation.from.map(source);
     Data {
         train,
-        held_out,
+        held_out: validation.from.map(source),
         tokenizer,
         end_of_document: data.end_of_document,
         reset_at_boundaries: data.reset_at_boundaries.unwrap_or(false),
+        mask_at_boundaries: data.mask_at_boundaries.unwrap_or(false),
         validation: ValidationConfig {
             fraction: validation.fraction.unwrap_or(0.01),
             every_steps: validation.every_steps.unwrap_or(50),

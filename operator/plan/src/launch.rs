@@ -126,6 +126,7 @@ fn data(job: &Job, places: &Places) -> DataConfig {
         tokenizer,
         end_of_document: data.end_of_document,
         reset_at_boundaries: data.reset_at_boundaries,
+        mask_at_boundaries: data.mask_at_boundaries,
         validation: data.validation,
         exclude: places.exclude.clone(),
     }

@@ -107,6 +107,7 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
         tokenizer: tokenizer(args, &weights, &known),
         end_of_document: known.trained.and(known.ends.first().copied()),
         reset_at_boundaries: args.reset_at_boundaries.unwrap_or(known.apart),
+        mask_at_boundaries: known.masked,
         validation: ValidationConfig { fraction: 0.0, every_steps: 0, max_sequences: 0 },
         exclude: Vec::new(),
     };

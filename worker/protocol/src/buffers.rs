@@ -102,6 +102,9 @@ pub struct Numbers<B> {
     pub control: B,
     /// f32 [1]: what the loss is multiplied by, where it is.
     pub loss_scale: Option<B>,
+    /// f32 [1]: what the loss is multiplied by where not all targets count: `loss_scale`, times all
+    /// targets of the step over those that do.
+    pub target_scale: Option<B>,
     pub balance: Option<StepBalance<B>>,
 }
 

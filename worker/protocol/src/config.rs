@@ -389,6 +389,9 @@ pub struct DataConfig {
     /// Attention and positions begin anew with each document in a sequence.
     #[serde(default)]
     pub reset_at_boundaries: bool,
+    /// The last token of a document predicts nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub mask_at_boundaries: bool,
     pub validation: ValidationConfig,
     /// Directories that are never read: the run folder.
     pub exclude: Vec<String>,

@@ -305,6 +305,8 @@ pub struct Shape {
     pub cached: u64,
     /// Documents of a sequence may be kept apart, which takes kernels of their own.
     pub documents: bool,
+    /// Not all targets of a step may count, and a device must be told how many do.
+    pub masked: bool,
     /// Bytes that attention, the mixture layer and the head use in turn.
     pub workspace: u64,
     pub balanced: RowCounts,
@@ -383,6 +385,7 @@ impl Shape {
                 && types.sums == Sums::Buckets,
             cached: 0,
             documents: true,
+            masked: false,
             workspace: workspace(model, training, &types, tokens, [mesh.ep.into(), 1]),
             balanced,
             worst,

@@ -1,6 +1,7 @@
 //! What a micro-batch trains on.
 
 use super::{DataError, Stream};
+use moejob_kernels::IGNORE;
 
 /// Sequences for the model: [sequences, S] each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -9,11 +10,18 @@ pub struct Batch {
     pub targets: Vec<u32>,
     /// For each token where its document begins in its sequence, if documents are kept apart.
     pub starts: Option<Vec<u32>>,
+    /// How many targets of the whole step count, where it is not all of them.
+    pub step_targets: Option<u64>,
 }
 
 impl Batch {
     pub fn new(tokens: usize) -> Batch {
-        Batch { ids: vec![0; tokens], targets: vec![0; tokens], starts: None }
+        Batch { ids: vec![0; tokens], targets: vec![0; tokens], ..Batch::default() }
+    }
+
+    /// Its targets that count.
+    pub fn counted(&self) -> u64 {
+        self.targets.iter().filter(|target| **target != IGNORE).count() as u64
     }
 
     pub(super) fn resize(&mut self, tokens: usize) {

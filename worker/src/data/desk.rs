@@ -5,7 +5,7 @@
 //! engine: feeder, validation -> question -> worker: corpus, opened once -> batch in shared memory
 //!
 //! 0 u32 turn | 4 u32 closed | 8 u32 kind | 12 u32 index | 16 u64 first | 24 u32 tokens
-//! 32 u32 how it was answered | 36 u32 bytes | 4096 the answer
+//! 32 u32 how it was answered | 36 u32 bytes | 40 u64 targets of the step | 4096 the answer
 //! ```
 //! The feeder of an engine asks two steps ahead, so no step waits for a desk. One side alone writes
 //! at a time, as the turn says. An engine that is killed at any instruction leaves a desk that
@@ -33,7 +33,11 @@ const FIRST: usize = 16;
 const TOKENS: usize = 24;
 const HOW: usize = 32;
 const BYTES: usize = 36;
+const STEP_TARGETS: usize = 40;
 const ANSWER: usize = 4096;
+
+/// All targets count.
+const ALL: u64 = u64::MAX;
 
 const NOBODYS: u32 = 0;
 const ASKED: u32 = 1;
@@ -236,6 +240,8 @@ impl Desk {
             }
             self.numbers(0, &mut batch.ids);
             self.numbers(1, &mut batch.targets);
+            let targets = self.memory.long(STEP_TARGETS).load(Ordering::SeqCst);
+            batch.step_targets = (targets != ALL).then_some(targets);
             if let Some(starts) = &mut batch.starts {
                 self.numbers(2, starts);
             }
@@ -360,6 +366,8 @@ impl Desk {
         }
         self.put_numbers(0, &batch.ids);
         self.put_numbers(1, &batch.targets);
+        let targets = batch.step_targets.unwrap_or(ALL);
+        self.memory.long(STEP_TARGETS).store(targets, Ordering::SeqCst);
         let Some(starts) = &batch.starts else { return Ok(TOKENS_ALONE) };
         self.put_numbers(2, starts);
         Ok(TOKENS_AND_STARTS)

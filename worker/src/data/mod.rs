@@ -78,12 +78,15 @@ pub struct Corpus {
     mix: Mix,
     fingerprint: String,
     reset_at_boundaries: bool,
+    mask_at_boundaries: bool,
     seed: u64,
     global_batch: u64,
     micro_batch: u64,
     sequence: u64,
     /// What all of it is read by.
     disk: Disk,
+    /// A step, and how many of its targets count.
+    step_targets: Option<(u64, u64)>,
     /// The batch that was asked for last.
     scratch: Batch,
     /// Where the worker has the data open: whom to ask, and the held-out windows there.
@@ -166,6 +169,8 @@ impl Corpus {
             mix,
             fingerprint,
             reset_at_boundaries: data.reset_at_boundaries,
+            mask_at_boundaries: data.mask_at_boundaries,
+            step_targets: None,
             seed: training.seed,
             global_batch: training.global_batch_size.into(),
             micro_batch: training.micro_batch_size.into(),
@@ -301,7 +306,7 @@ impl Corpus {
         ids: &mut [u32],
         targets: &mut [u32],
     ) -> Result<(), DataError> {
-        let mut batch = Batch { ids: ids.to_vec(), targets: targets.to_vec(), starts: None };
+        let mut batch = Batch::new(ids.len());
         self.fill_micro_batch(step, index, &mut batch)?;
         ids.copy_from_slice(&batch.ids);
         targets.copy_from_slice(&batch.targets);
@@ -324,15 +329,37 @@ impl Corpus {
         let first = step * self.global_batch + u64::from(index) * self.micro_batch;
         batch.keep_apart(self.reset_at_boundaries);
         for row in 0..self.micro_batch {
-            let (part, sample) = self.mix.sample(first + row, self.seed);
+            let (part, at) = self.place(first + row);
             let stream = &mut self.training[part].stream;
-            let windows = stream.windows(self.sequence);
-            // Parts of equal size are not walked in step.
-            let seed = self.seed.wrapping_add((part as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            let at = permute(sample % windows, windows, seed, sample / windows);
-            batch.row(stream, at * self.sequence, row as usize, self.sequence as usize)?;
+            batch.row(stream, at, row as usize, self.sequence as usize)?;
         }
+        let masks = self.mask_at_boundaries;
+        batch.step_targets = masks.then(|| self.targets_of(step)).transpose()?;
         Ok(())
+    }
+
+    /// Where training sequence `number` begins: the part, and the token of its stream.
+    fn place(&self, number: u64) -> (usize, u64) {
+        let (part, sample) = self.mix.sample(number, self.seed);
+        let windows = self.training[part].stream.windows(self.sequence);
+        // Parts of equal size are not walked in step.
+        let seed = self.seed.wrapping_add((part as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let at = permute(sample % windows, windows, seed, sample / windows);
+        (part, at * self.sequence)
+    }
+
+    /// How many targets of the whole step count. Micro-batches of a step are asked for in a row.
+    fn targets_of(&mut self, step: u64) -> Result<u64, DataError> {
+        if let Some((_, targets)) = self.step_targets.filter(|(of, _)| *of == step) {
+            return Ok(targets);
+        }
+        let mut targets = 0;
+        for number in step * self.global_batch..(step + 1) * self.global_batch {
+            let (part, at) = self.place(number);
+            targets += self.training[part].stream.targets(at, self.sequence as usize)?;
+        }
+        self.step_targets = Some((step, targets));
+        Ok(targets)
     }
 
     /// Held-out windows that one measurement of at most `most` uses.
@@ -430,6 +457,7 @@ fn fingerprint(
         && data.tokenizer == Tokenizer::Bytes
         && data.end_of_document.is_none()
         && !data.reset_at_boundaries
+        && !data.mask_at_boundaries
         && data.held_out.is_none();
     if plain && let [part] = opened {
         return part.fingerprint.to_hex().to_string();
@@ -464,5 +492,8 @@ fn fingerprint(
     hasher.update(&encoder.fingerprint());
     hasher.update(&data.end_of_document.map_or(u64::MAX, u64::from).to_le_bytes());
     hasher.update(&[u8::from(data.reset_at_boundaries)]);
+    if data.mask_at_boundaries {
+        hasher.update(b"masked");
+    }
     hasher.finalize().to_hex().to_string()
 }

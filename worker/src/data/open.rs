@@ -116,7 +116,8 @@ impl Opening<'_> {
     }
 
     fn stream(&self) -> Stream {
-        Stream::new(self.data.reset_at_boundaries).on(&self.access.disk)
+        let DataConfig { reset_at_boundaries, mask_at_boundaries, .. } = *self.data;
+        Stream::new(reset_at_boundaries, mask_at_boundaries).on(&self.access.disk)
     }
 
     /// Text whose bytes are its tokens, read where it lies.

@@ -3,6 +3,7 @@
 use super::DataError;
 use super::store::{Store, nameless, spool_failed};
 use crate::disk::{Disk, OpenFile};
+use moejob_kernels::IGNORE;
 use std::sync::Arc;
 
 /// Documents between two anchors of `Marks`: a block of 4 KiB.
@@ -19,6 +20,8 @@ pub struct Stream {
     documents: u64,
     /// Where documents begin, if anybody asks.
     marks: Option<Marks>,
+    /// The last token of a document predicts nothing.
+    masks: bool,
     /// Ends a document, in stores that know no documents.
     end: Option<u32>,
     scratch: Vec<u8>,
@@ -37,9 +40,10 @@ struct Segment {
 }
 
 impl Stream {
-    /// `apart`: windows will be asked where documents begin.
-    pub fn new(apart: bool) -> Stream {
-        Stream { marks: apart.then(Marks::default), ..Stream::default() }
+    /// `apart`: windows will be asked where documents begin. `masks`: targets behind the end of a
+    /// document are [`IGNORE`].
+    pub fn new(apart: bool, masks: bool) -> Stream {
+        Stream { marks: (apart || masks).then(Marks::default), masks, ..Stream::default() }
     }
 
     /// Whatever it keeps in files goes by way of `disk`.
@@ -123,10 +127,41 @@ impl Stream {
         targets.copy_from_slice(&window[1..]);
         self.window = window;
         result?;
+        if self.masks {
+            self.mask(at, ids, targets)?;
+        }
         match starts {
             Some(starts) => self.starts(at, ids, starts),
             None => Ok(()),
         }
+    }
+
+    fn mask(&mut self, at: u64, ids: &[u32], targets: &mut [u32]) -> Result<(), DataError> {
+        if let Some(end) = self.end {
+            let ends = ids.iter().zip(targets).filter(|(id, _)| **id == end);
+            ends.for_each(|(_, target)| *target = IGNORE);
+            return Ok(());
+        }
+        let Some(marks) = &self.marks else { return Ok(()) };
+        marks.between(at, at + ids.len() as u64 + 1, &mut self.begins)?;
+        self.begins.iter().for_each(|mark| targets[(mark - at) as usize - 1] = IGNORE);
+        Ok(())
+    }
+
+    /// Targets that count of a window of `count` tokens from token `at` on.
+    ///
+    /// # Errors
+    /// A file changed or cannot be read.
+    pub fn targets(&mut self, at: u64, count: usize) -> Result<u64, DataError> {
+        if !self.masks {
+            return Ok(count as u64);
+        }
+        let (mut ids, mut targets) = (vec![0; count], vec![0; count]);
+        if self.end.is_some() {
+            self.read(at, &mut ids)?;
+        }
+        self.mask(at, &ids, &mut targets)?;
+        Ok(targets.iter().filter(|target| **target != IGNORE).count() as u64)
     }
 
     /// Tokens `at ..` of the stream.

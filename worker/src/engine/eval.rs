@@ -227,14 +227,14 @@ pub fn measure(
     let mut links = Links::solo();
     let (batch, length) = (model.shape.batch, model.sequence());
     let windows = corpus.windows();
-    let (mut sum, mut done) = (0.0, 0);
+    let (mut sum, mut done, mut tokens) = (0.0, 0, 0);
     while done < windows {
         let count = batch.min(windows - done);
-        let tokens = count as usize * length;
-        let mut rows = Batch::new(tokens);
+        let loaded = count as usize * length;
+        let mut rows = Batch::new(loaded);
         corpus.fill_in_order(done, &mut rows)?;
         model.load_documents(&rows.ids, &rows.targets, rows.starts.as_deref());
-        let computed = model.computed_together(tokens);
+        let computed = model.computed_together(loaded);
         let round = Round { aim: Aim::Activations, ..Round::alone(computed) };
         let mut pass = Pass::new(model, &mut links, &round);
         pass.forward();
@@ -245,11 +245,11 @@ pub fn measure(
             return Err(EvalError::NotFinite { sequence: done });
         }
         sum += loss;
+        tokens += rows.counted();
         done += count;
         progress(done * length as u64, windows * length as u64);
     }
-    let tokens = windows * length as u64;
-    Ok(Evaluation { loss: sum / tokens as f64, tokens, sequences: windows })
+    Ok(Evaluation { loss: sum / tokens.max(1) as f64, tokens, sequences: windows })
 }
 
 /// What the memory of a model is planned from; nothing is trained.

@@ -105,10 +105,11 @@ impl<'a> Pass<'a> {
         let leaf = leaf.and_then(|leaf| Some((leaf.dense?.head, leaf.accumulate_matrices)));
         let gradient =
             leaf.map(|(dtable, accumulate)| HeadGradient { dx, dtable, accumulate });
+        let loss_scale = self.model.buffers.numbers.loss_scale;
         let op = HeadLoss {
             desc: self.model.head_desc(t),
             scale: self.model.target_share,
-            loss_scale: self.model.buffers.numbers.loss_scale,
+            loss_scale: self.model.buffers.numbers.target_scale.or(loss_scale),
             x: head.norm.slice(0, t * d),
             table: self.model.dense.head,
             targets: self.model.buffers.batch.targets.slice(0, t),

@@ -178,6 +178,7 @@ impl Engine {
         told("a device");
         let mut shape = Shape::new(&config.model, &config.layout, rank, training);
         shape.documents = config.data.reset_at_boundaries;
+        shape.masked = config.data.mask_at_boundaries && !shape.on_cpu;
         shape.rails = rails(config, rank);
         let shape = shape.in_chunks(&config.model, training, config.overlap_degree);
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;

@@ -74,7 +74,9 @@ pub struct Model {
     sequence: usize,
     /// Documents in a sequence are kept apart.
     apart: bool,
-    /// 1 / valid targets of a step.
+    /// Targets of a step.
+    targets: f64,
+    /// 1 / those of them that count, where the device is not told by itself.
     pub(crate) target_share: f64,
     /// By what the loss of the next step is multiplied, in fp16.
     pub(crate) scaling: Option<LossScale>,
@@ -201,6 +203,7 @@ impl Model {
             here,
             sequence,
             apart: false,
+            targets,
             target_share: 1.0 / targets,
             scaling: scaled.then_some(LossScale::FIRST),
             attention_loaded: [false; 2],
@@ -255,6 +258,21 @@ impl Model {
             self.device.write(batch.positions, &positions);
         }
         self.apart = starts.is_some();
+    }
+
+    /// How many targets of a step count; None: all of them. Told before each of its losses.
+    pub(crate) fn count_targets(&mut self, counted: Option<u64>) {
+        // A step without any has no gradient, whatever it is divided by.
+        let counted = counted.map_or(self.targets, |counted| counted.max(1) as f64);
+        match self.buffers.numbers.target_scale {
+            // Kernels that were captured have their numbers in them, so this one is in memory.
+            Some(at) => {
+                let loss_scale = self.scaling.map_or(1.0, |scaling| scaling.scale);
+                let scale = loss_scale * self.targets / counted;
+                self.device.write(at, &[scale as f32]);
+            }
+            None => self.target_share = 1.0 / counted,
+        }
     }
 
     /// Tokens that are computed where `tokens` are wanted: kernels of mixture layers that are one

@@ -316,6 +316,7 @@ impl Model {
         let (layout, single) = (&self.numbers.layout, |at: usize| numbers[at]);
         let micro_batches = f64::from(self.shape.micro_batches);
         let targets = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
+        let counted = single(StepNumbers::VALID_TARGETS);
         let means = micro_batches * layout.layers.max(1) as f64;
         let whole = |range: Range<usize>| -> Vec<u64> {
             numbers[range].iter().map(|count| *count as u64).collect()
@@ -323,7 +324,7 @@ impl Model {
         let loads = whole(layout.loads());
         let entropies = single(StepNumbers::ENTROPIES);
         StepSummary {
-            loss: single(StepNumbers::LOSS) / targets,
+            loss: single(StepNumbers::LOSS) / if counted > 0.0 { counted } else { targets },
             aux_loss: single(StepNumbers::AUX_LOSS) / means,
             z_loss: single(StepNumbers::Z_LOSS) / means,
             grad_norm: single(StepNumbers::SQUARED_NORM).sqrt(),

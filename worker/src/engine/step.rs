@@ -110,6 +110,7 @@ impl Engine {
                 // Storage may be slow, which is no fault of the device.
                 let batch = self.deadline.outside(|| batches.micro_batch(step, micro_batch))?;
                 self.model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+                self.model.count_targets(batch.step_targets);
                 let seed = self.training.seed;
                 self.model.set_noise(Some(Noise { seed, step, micro_batch }));
                 self.model.device.phase(StepPhase::Data);

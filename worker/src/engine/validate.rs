@@ -51,6 +51,8 @@ pub(crate) struct Favourites(BTreeMap<u32, Vec<u32>>);
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Found {
     losses: Vec<f64>,
+    /// Targets of them that count.
+    targets: u64,
     changed: u64,
     compared: u64,
     /// How often routed rows found no room: then the losses say nothing.
@@ -77,7 +79,7 @@ impl Engine {
             let (found, now) = self.held_out(held_out, sequences)?;
             if found.iter().all(|of_rank| of_rank.overflows == 0) {
                 self.favourites.0.extend(now.0);
-                return Ok(Some(self.mean(&found, sequences)));
+                return Ok(Some(self.mean(&found)));
             }
             if !self.grow_routed()? {
                 let reason = "routed rows found no room in the worst case's".to_string();
@@ -102,10 +104,12 @@ impl Engine {
         for round in 0..model.layout.mesh.rounds(count) {
             let tokens = |leaf: u32| model.computed_together(of_batch(leaf));
             let schedule = Schedule::new(model, round, count, |_| Aim::Activations, tokens);
+            let mut counted = 0;
             if let Some(leaf) = schedule.own {
                 let mut batch = Batch::new(of_batch(leaf));
                 from.fill(leaf * sequences_each, &mut batch)?;
                 model.load_documents(&batch.ids, &batch.targets, batch.starts.as_deref());
+                counted = batch.counted();
             }
             // A kernel waits for a peer within a limit, and the peer may wait for its data.
             if links.world() > 1 && model.device.as_cuda().is_some() {
@@ -117,6 +121,7 @@ impl Engine {
             links.check()?;
             if let Some(leaf) = schedule.own {
                 own.losses.push(model.read_loss());
+                own.targets += counted;
                 let chosen = model.favourites(of_batch(leaf));
                 let (more, of) = favourites.churn(leaf, &chosen);
                 (own.changed, own.compared) = (own.changed + more, own.compared + of);
@@ -124,20 +129,22 @@ impl Engine {
             }
         }
         own.overflows = model.device.read_vec::<f64>(model.routed_overflows())[0] as u64;
-        let all = links.comm().gather_all(&own.encode(), 24 + 8 * count as usize)?;
+        let all = links.comm().gather_all(&own.encode(), 32 + 8 * count as usize)?;
         let found = all.iter().zip(0..).map(|(bytes, rank)| Found::decode(rank, bytes));
         Ok((found.collect::<Result<Vec<Found>, CommError>>()?, now))
     }
 
-    fn mean(&self, found: &[Found], sequences: u32) -> Validation {
-        let (model, length) = (&self.model, self.model.sequence());
-        let in_order = model.layout.mesh.data_group(model.rank).into_iter();
-        let losses = in_order.flat_map(|rank| &found[rank as usize].losses);
+    fn mean(&self, found: &[Found]) -> Validation {
+        let model = &self.model;
+        let in_order = model.layout.mesh.data_group(model.rank);
+        let in_order = || in_order.iter().map(|rank| &found[*rank as usize]);
+        let losses = in_order().flat_map(|found| &found.losses);
         let sum = losses.fold(0.0, |sum, loss| sum + loss);
         let changed: u64 = found.iter().map(|found| found.changed).sum();
         let compared: u64 = found.iter().map(|found| found.compared).sum();
+        let targets: u64 = in_order().map(|found| found.targets).sum();
         Validation {
-            loss: sum / (f64::from(sequences) * length as f64),
+            loss: sum / targets.max(1) as f64,
             churn: (compared > 0).then(|| changed as f64 / compared as f64),
         }
     }
@@ -146,17 +153,19 @@ impl Engine {
 impl Found {
     fn encode(&self) -> Vec<u8> {
         let losses = self.losses.iter().map(|loss| loss.to_bits());
-        let numbers = [self.changed, self.compared, self.overflows].into_iter().chain(losses);
+        let numbers = [self.targets, self.changed, self.compared, self.overflows];
+        let numbers = numbers.into_iter().chain(losses);
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
     fn decode(rank: u32, bytes: &[u8]) -> Result<Found, CommError> {
         let (words, rest) = bytes.as_chunks::<8>();
         let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
-        match (words.next(), words.next(), words.next()) {
-            (Some(changed), Some(compared), Some(overflows)) if rest.is_empty() => {
+        let mut next = || words.next();
+        match [next(), next(), next(), next()] {
+            [Some(targets), Some(changed), Some(compared), Some(overflows)] if rest.is_empty() => {
                 let losses = words.map(f64::from_bits).collect();
-                Ok(Found { losses, changed, compared, overflows })
+                Ok(Found { losses, targets, changed, compared, overflows })
             }
             _ => Err(CommError::Protocol {
                 rank,
@@ -216,10 +225,10 @@ mod tests {
     #[test]
     fn what_was_found_travels_whole() {
         let losses = vec![1.5, -0.0, f64::INFINITY];
-        let found = Found { losses, changed: 7, compared: u64::MAX, overflows: 2 };
+        let found = Found { losses, targets: 9, changed: 7, compared: u64::MAX, overflows: 2 };
         let bytes = found.encode();
         assert_eq!(Found::decode(1, &bytes), Ok(found));
-        for len in [0, 8, 15, 16, 17, 23, 25, bytes.len() - 1] {
+        for len in [0, 8, 15, 16, 24, 31, 33, bytes.len() - 1] {
             assert!(Found::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
         }
     }

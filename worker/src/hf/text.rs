@@ -39,6 +39,8 @@ pub struct Text {
     pub ends: Vec<u32>,
     /// In training a text sees nothing of the texts before it in its sequence.
     pub apart: bool,
+    /// In training the last token of a text predicts nothing.
+    pub masked: bool,
     /// Where a tokenizer was looked for in vain.
     pub missing: Option<PathBuf>,
 }
@@ -53,6 +55,8 @@ struct File {
     end_of_document: Option<u32>,
     #[serde(default)]
     reset_at_boundaries: bool,
+    #[serde(default, skip_serializing_if = "is_false")]
+    mask_at_boundaries: bool,
     /// Of weights from elsewhere, which were not trained here: the length is their positions.
     #[serde(default, skip_serializing_if = "is_false")]
     imported: bool,
@@ -83,6 +87,7 @@ pub fn keep(config: &WorkerConfig) -> std::io::Result<()> {
         sequence_length: config.training.sequence_length,
         end_of_document: data.end_of_document,
         reset_at_boundaries: data.reset_at_boundaries,
+        mask_at_boundaries: data.mask_at_boundaries,
         imported: false,
     };
     let text = serde_json::to_vec_pretty(&file)?;
@@ -113,6 +118,7 @@ pub(super) fn keep_imported(weights: &Weights, location: &Path) -> std::io::Resu
         sequence_length: directory.positions,
         end_of_document: known.ends.first().copied(),
         reset_at_boundaries: false,
+        mask_at_boundaries: false,
         imported: true,
     };
     let text = serde_json::to_vec_pretty(&file)?;
@@ -193,6 +199,7 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
             special: file.imported,
             ends: file.end_of_document.into_iter().collect(),
             apart: file.reset_at_boundaries,
+            masked: file.mask_at_boundaries,
             ..Text::default()
         });
     }
@@ -213,6 +220,7 @@ fn of_checkpoint(path: &Path) -> Result<Text, Vec<Problem>> {
         trained: id(&training["sequenceLength"]),
         ends: id(&data["endOfDocument"]).into_iter().collect(),
         apart: data["resetAtBoundaries"].as_bool().unwrap_or(false),
+        masked: data["maskAtBoundaries"].as_bool().unwrap_or(false),
         missing,
         ..Text::default()
     })

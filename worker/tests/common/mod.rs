@@ -120,6 +120,7 @@ pub fn data(root: &Path) -> DataConfig {
         tokenizer: Tokenizer::Bytes,
         end_of_document: None,
         reset_at_boundaries: false,
+        mask_at_boundaries: false,
         validation: ValidationConfig { fraction: 0.2, every_steps: 4, max_sequences: 7 },
         exclude: vec![],
     }

@@ -44,6 +44,17 @@ pub fn engine_with(
     training: &TrainingConfig,
     change: impl Fn(&mut Types),
 ) -> Engine {
+    engine_shaped(on, model, training, change, |_| {})
+}
+
+/// An engine whose memory is planned otherwise.
+pub fn engine_shaped(
+    on: Where,
+    model: &ModelConfig,
+    training: &TrainingConfig,
+    change: impl Fn(&mut Types),
+    reshape: impl Fn(&mut Shape),
+) -> Engine {
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut training = training.clone();
     // More threads than that are no faster for models as small as those of tests.
@@ -59,7 +70,8 @@ pub fn engine_with(
         _ => Types::buckets(&training, micro_batches),
     };
     change(&mut types);
-    let shape = Shape::with_types(model, &layout, 0, &training, types);
+    let mut shape = Shape::with_types(model, &layout, 0, &training, types);
+    reshape(&mut shape);
     let model = Model::on(device, shape, model, &layout, 0, &training).expect("its kernels");
     let mut engine = Engine::new(model, &training, Links::solo());
     initialize(&mut engine.model, training.seed);

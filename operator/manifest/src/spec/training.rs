@@ -25,6 +25,9 @@ pub struct DataSpec {
     pub end_of_document: Option<u32>,
     /// Attention and positions begin anew with each document of a sequence. Default: false.
     pub reset_at_boundaries: Option<bool>,
+    /// The last token of a document does not learn to predict the first one of the next: it has no
+    /// loss, which is a mean over the tokens that have one. Default: false.
+    pub mask_at_boundaries: Option<bool>,
     /// Tokens of a sequence, S.
     #[schemars(required, range(min = 2, max = 1048576))]
     pub sequence_length: Option<u32>,

@@ -99,6 +99,7 @@ impl<B: Copy> Numbers<B> {
         let control = doubles(CONTROL_NUMBERS);
         let loss_scale =
             shape.types.scaled.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
+        let target_scale = shape.masked.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;
@@ -106,7 +107,7 @@ impl<B: Copy> Numbers<B> {
             micro_batches: doubles(u64::from(shape.micro_batches) * width),
             sum: doubles(width),
         });
-        Numbers { params, parts, reduced, control, loss_scale, balance }
+        Numbers { params, parts, reduced, control, loss_scale, target_scale, balance }
     }
 }
 
