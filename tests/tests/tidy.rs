@@ -255,7 +255,7 @@ fn dependencies_come_from_the_registry_under_licences_we_can_ship() {
 /// places do both, and others give names to what can be made again.
 #[test]
 fn who_renames_a_file_makes_its_name_durable() {
-    const DURABLE: [&str; 2] = ["worker/src/data/durable.rs", "worker/src/checkpoint/disk.rs"];
+    const DURABLE: [&str; 2] = ["worker/src/data/durable.rs", "worker/src/disk/mod.rs"];
     const MADE_AGAIN: [&str; 4] = [
         "worker/src/data/index.rs",
         "worker/src/data/cache.rs",
