@@ -9,6 +9,7 @@
 //! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims
 //! beside them. Nothing is decided here.
 
+mod error;
 mod folder;
 mod passed;
 mod process;
@@ -22,11 +23,11 @@ use crate::controller::Clock;
 use crate::cli::progress::{Progress, clock};
 use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
+pub use error::LocalError;
 use folder::{Folder, FolderError, JobFile};
 use passed::pass_over;
 use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
-use moe_worker::checkpoint::aside::WAYS_ON;
 use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
@@ -83,41 +84,6 @@ pub fn run(job: Local, dir: &Path, options: Options) -> Result<i32, LocalError> 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Workers die with the thread that started them, so all of it stays on this one.
     runtime.block_on(async { Runner::start(job, dir, options)?.run().await })
-}
-
-/// What keeps a local run from starting or going on; workers' own failures are outcomes.
-#[derive(Debug, thiserror::Error)]
-pub enum LocalError {
-    #[error(transparent)]
-    Folder(#[from] FolderError),
-    #[error("cannot create the run's certificate authority")]
-    Authority(#[source] Box<dyn std::error::Error + Send + Sync>),
-    #[error("cannot start a worker process")]
-    Spawn(#[source] std::io::Error),
-    #[error("cannot read the checkpoints of this run")]
-    Checkpoints(#[source] Box<dyn std::error::Error + Send + Sync>),
-    #[error("no checkpoint in {} can be used: {}\n  {WAYS_ON}", .0.name, .0.why())]
-    Refused(Refusal),
-    #[error(
-        "--fresh: {name} in {location} is whole, and the run goes on from it; give the job another \
-         --name to begin anew"
-    )]
-    Usable { name: String, location: String },
-    #[error("--fresh: {name} cannot be set aside: {why}; move it away by hand")]
-    NotAside { name: String, why: String },
-    #[error("the asynchronous runtime failed")]
-    Runtime(#[from] std::io::Error),
-}
-
-impl LocalError {
-    pub fn exit_code(&self) -> i32 {
-        match self {
-            LocalError::Folder(error) => error.exit_code(),
-            LocalError::Checkpoints(_) | LocalError::Refused(_) => 3,
-            LocalError::Usable { .. } => 2,
-            _ => 1,
-        }
-    }
 }
 
 struct Runner {

@@ -174,13 +174,10 @@ impl Writer {
             renaming: false,
         };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let theirs = Arc::clone(&shared);
-        let work = move || {
-            let best = None;
-            Work { identity, disk, claiming, retention, best, retry, shared: theirs }.run();
-        };
+        let (own, best) = (Arc::clone(&shared), None);
+        let work = move || Work { identity, disk, claiming, retention, best, retry, shared }.run();
         let thread = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work)?;
-        Ok(Writer { shared, thread: Some(thread) })
+        Ok(Writer { shared: own, thread: Some(thread) })
     }
 
     /// Writes this rank's shard of `step`.
@@ -351,8 +348,7 @@ impl Work {
                         if self.shared.lock().given_up >= job.step() {
                             // Its room is needed for a newer one. The next attempt tidies what is
                             // left here.
-                            let given_up = self.identity.staging(job.step());
-                            let _ = self.disk.remove_directory(&given_up);
+                            let _ = self.disk.remove_directory(&self.identity.staging(job.step()));
                         }
                         break;
                     }
@@ -455,9 +451,7 @@ impl Work {
         let mut state = self.shared.lock();
         state.renaming = false;
         match &committed {
-            Committed::Yes => {
-                state.progress.committed = state.progress.committed.max(step);
-            }
+            Committed::Yes => state.progress.committed = state.progress.committed.max(step),
             Committed::No => {}
             Committed::Vanished => state.progress.vanished = step,
             Committed::Refused(problem) => {
@@ -470,8 +464,7 @@ impl Work {
         if committed == Committed::Yes {
             self.retention.know(step);
             self.best.iter_mut().for_each(|best| warn_of(best.committed(step)));
-            let removed = self.retention.prune(&self.disk, &self.identity);
-            let removed = removed.map_err(Failed::Fenced)?;
+            let removed = self.retention.prune(&self.disk, &self.identity).map_err(Failed::Fenced)?;
             let mut state = self.shared.lock();
             state.progress.removed.extend(removed);
             state.tell();
