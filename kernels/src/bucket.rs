@@ -102,6 +102,9 @@ pub struct GradientNumbers {
     pub sums: Buffer,
     /// Added to: F64 [`StepNumbers::len`]
     pub numbers: Buffer,
+    /// Added to: Pair [1], on a CPU in place of the squared norm among `numbers`, so that its bits do
+    /// not depend on the order of buckets and ranks
+    pub squares: Option<Buffer>,
 }
 
 /// control = what [`crate::StepControl::decide`] says; control[UPDATES] += 1 if weights change,
@@ -189,6 +192,8 @@ impl GradientNumbers {
         assert_eq!(self.gradient.len(), blocks * SQUARE_SUM_BLOCK, "{self:?}");
         assert_eq!(self.table.len(), blocks * BucketBlock::WORDS, "{self:?}");
         assert_eq!(self.numbers.len(), self.layout.len(), "{self:?}");
+        let squares = self.squares.map(|squares| (squares.dtype(), squares.len()));
+        assert!(squares.is_none_or(|squares| squares == (DType::Pair, 1)), "{self:?}");
         blocks
     }
 }

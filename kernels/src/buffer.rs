@@ -5,6 +5,8 @@
 pub enum DType {
     F32,
     F64,
+    /// See [`Pair`]
+    Pair,
     Bf16,
     F16,
     /// Low halves of masters: see [`crate::Master`]
@@ -17,6 +19,7 @@ impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
+            DType::Pair => 16,
             DType::F64 => 8,
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 | DType::I16 => 2,
@@ -42,7 +45,41 @@ macro_rules! element {
         const _: () = assert!(size_of::<$type>() == DType::$dtype.size());
     )*};
 }
-element!(f32 => F32, f64 => F64, half::bf16 => Bf16, half::f16 => F16, i16 => I16, u32 => U32,
+/// A sum of doubles and what was rounded off it: `high` is the sum to 53 bits, `low` the next 53.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C)]
+pub struct Pair {
+    pub high: f64,
+    pub low: f64,
+}
+
+impl Pair {
+    /// The sum to about 106 bits (TwoSum of Knuth 1969, then Dekker 1971). So the order in which
+    /// doubles are added changes no bit of `high`, but by a chance of about 2^-50 a sum.
+    #[must_use]
+    pub fn plus(self, other: Pair) -> Pair {
+        let sum = self.high + other.high;
+        let part = sum - self.high;
+        let lost = (self.high - (sum - part)) + (other.high - part);
+        let low = lost + (self.low + other.low);
+        let high = sum + low;
+        // A sum that is no number stays none.
+        Pair { high, low: if high.is_finite() { low - (high - sum) } else { 0.0 } }
+    }
+
+    pub const fn from_ne_bytes(bytes: [u8; 16]) -> Pair {
+        let [high, low] = [*bytes.first_chunk::<8>().expect("16"), *bytes.last_chunk().expect("16")];
+        Pair { high: f64::from_ne_bytes(high), low: f64::from_ne_bytes(low) }
+    }
+}
+
+impl From<f64> for Pair {
+    fn from(high: f64) -> Pair {
+        Pair { high, low: 0.0 }
+    }
+}
+
+element!(f32 => F32, f64 => F64, Pair => Pair, half::bf16 => Bf16, half::f16 => F16, i16 => I16, u32 => U32,
     u8 => U8);
 
 /// Offsets from here on are of the memory of the host that belongs to a device's arena. No device

@@ -5,7 +5,8 @@ use crate::device::Device;
 
 /// to[i] = from[i] in the kind of `to`, rounded to nearest even; what is too large becomes
 /// infinite.
-/// Kinds: two different ones of F32, Bf16 and F16; F64 to F32; on a CPU also F32 to F64.
+/// Kinds: two different ones of F32, Bf16 and F16; F64 to F32; on a CPU also F32 to F64, and a Pair
+/// to F64.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast {
     pub from: Buffer,
@@ -15,12 +16,13 @@ pub struct Cast {
 
 /// sum = x, or sum += x, in fp64. A float has 24 bits of mantissa and a sum 53, so nothing is
 /// rounded while the largest of its numbers is within 2^28 times of the smallest. The order in
-/// which they are added then changes nothing.
+/// which they are added then changes nothing. Doubles are added to a [`Pair`](crate::Pair), on a
+/// CPU alone.
 #[derive(Clone, Copy, Debug)]
 pub struct AddUp {
-    /// F32 or F64
+    /// F32 or F64; of pairs F64 or Pair
     pub x: Buffer,
-    /// F64, as long; changed in place
+    /// F64 or Pair, as long; changed in place
     pub sum: Buffer,
     /// Else `sum` is written.
     pub adds: bool,
@@ -79,8 +81,10 @@ impl Device {
     }
 
     pub fn add_up(&mut self, op: &AddUp) {
-        assert!(matches!(op.x.dtype(), DType::F32 | DType::F64), "{op:?}");
-        assert_eq!((op.sum.dtype(), op.sum.len()), (DType::F64, op.x.len()), "{op:?}");
+        use DType::{F32, F64, Pair};
+        let kinds = (op.x.dtype(), op.sum.dtype());
+        assert!(matches!(kinds, (F32 | F64, F64) | (F64 | Pair, Pair)), "{op:?}");
+        assert_eq!(op.sum.len(), op.x.len(), "{op:?}");
         match self {
             Device::Cpu(cpu) => cpu.add_up(op),
             Device::Cuda(cuda) => cuda.add_up(op),

@@ -43,7 +43,6 @@ mod head;
 mod optimizer;
 mod bucket;
 pub mod step_numbers;
-mod tally;
 mod convert;
 pub mod numbers;
 mod moe;
@@ -56,7 +55,7 @@ pub mod cuda;
 
 pub use attention::{Attention, AttentionBackward, CachedAttention};
 pub use bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
-pub use buffer::{ArenaPlan, Buffer, DType, Element};
+pub use buffer::{Pair, ArenaPlan, Buffer, DType, Element};
 pub use convert::{AddUp, Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError, Lack, Posted, Traffic};
@@ -98,7 +97,6 @@ pub use numbers::{
 pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
 pub use slices::{SliceChoices, SumSlices};
-pub use tally::{TallyLayer, TallyLoss};
 pub use wire::{
     FP8_BLOCK, PackRows, UnpackRows, WireFormat, fp8_pack, fp8_scale, fp8_unpack,
 };

@@ -11,7 +11,7 @@
 //! that no bit of them depends on the number of ranks.
 
 use crate::balance::BalanceLoss;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, DType};
 use crate::device::{Device, on_float};
 use crate::step_numbers::StepNumbers;
 use std::ops::Range;
@@ -225,9 +225,11 @@ impl Device {
     }
 
     pub fn sum_rows(&mut self, op: &SumRows) {
+        assert_eq!([op.x.dtype(), op.out.dtype()], [DType::F64; 2], "{op:?}");
+        assert!(op.x.len().is_multiple_of(op.out.len().max(1)), "{op:?}");
         match self {
             Device::Cpu(cpu) => cpu.sum_rows(op),
-            Device::Cuda(cuda) => cuda.lacks("sum_rows"),
+            Device::Cuda(cuda) => cuda.sum_rows(op),
         }
     }
 

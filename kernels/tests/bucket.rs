@@ -113,7 +113,15 @@ impl Bucket {
                 beta1, beta2, eps: EPS, table, params, control, weight, master, moment1, moment2,
                 gradient,
             },
-            numbers: GradientNumbers { layout: LAYOUT, table, params, gradient, sums, numbers },
+            numbers: GradientNumbers {
+                layout: LAYOUT,
+                table,
+                params,
+                gradient,
+                sums,
+                numbers,
+                squares: None,
+            },
             decide: DecideUpdate { params, numbers, control },
         }
     }

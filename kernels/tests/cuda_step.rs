@@ -309,25 +309,15 @@ fn masks() {
     }
 }
 
+/// Sums in the order of rows, as they are on a processor, bit for bit.
 #[test]
-fn tallies() {
-    for (tokens, experts) in [(1, 1), (5000, 64)] {
-        check(&format!("tallies {tokens}"), 0.0, |bed| {
-            let layout = StepNumbers { layers: 3, experts, tensors: 2 };
-            let values = |bed: &mut StepBed, len| {
-                let values = bed.values(len);
-                bed.put(DType::F64, &values)
-            };
-            let (loss, numbers) = (values(bed, tokens), values(bed, layout.len()));
-            let losses = values(bed, 2);
-            let mut targets = below(1, tokens, 100);
-            targets.iter_mut().step_by(3).for_each(|target| *target = IGNORE);
-            let (targets, counts) = (bed.words(&targets), bed.words(&below(2, experts, 1 << 20)));
-            bed.device.tally_loss(&TallyLoss { loss, targets, numbers });
-            let op = TallyLayer { layout, moe_layer: 1, losses, counts, numbers };
-            bed.device.tally_layer(&op);
-            bed.device.tally_layer(&TallyLayer { moe_layer: 2, ..op });
-            vec![numbers]
+fn sums_of_rows() {
+    for (rows, width) in [(1, 1), (37, 5), (3, 1000)] {
+        check_bits(&format!("sums of {rows} rows of {width}"), |bed| {
+            let values = bed.values(rows * width);
+            let (x, out) = (bed.put(DType::F64, &values), bed.put(DType::F64, &vec![7.0; width]));
+            bed.device.sum_rows(&SumRows { x, out });
+            vec![out]
         });
     }
 }

@@ -134,6 +134,37 @@ fn every_device_divides_by_the_targets_that_count() {
     }
 }
 
+/// The head and the embedding may be computed by different ranks, so what is added up is the whole
+/// gradient of each: that of a model whose head is a table of its own with the embedding's weights.
+#[test]
+fn a_tied_tables_gradient_is_the_sum_of_two() {
+    let mut training = training();
+    training.global_batch_size = training.micro_batch_size;
+    for on in places() {
+        let first_step = |tied: bool| {
+            let mut model = model();
+            model.tie_word_embeddings = tied;
+            let mut engine = engine(on, &model, &training);
+            let tables = if tied { vec![0] } else { vec![0, engine.model.params.len() - 1] };
+            let weights = tables.iter().map(|at| engine.model.weight(*at).expect("whole"));
+            if let [embedding, head] = weights.collect::<Vec<_>>()[..] {
+                engine.model.device.copy(embedding, head);
+            }
+            engine.step(0, &mut Made::new(&model, &training)).expect("a step");
+            let gradient = |at: &usize| -> Vec<f64> {
+                engine.model.device.read_vec(engine.model.bucket_gradient(*at).expect("held"))
+            };
+            tables.iter().map(gradient).collect::<Vec<_>>()
+        };
+        let [both, apart] = [true, false].map(first_step);
+        let [embedding, head] = [&apart[0], &apart[1]];
+        let sums = head.iter().zip(embedding).map(|(head, embedding)| head + embedding);
+        assert_eq!(sums.zip(&both[0]).position(|(sum, both)| sum != *both), None, "{on:?}");
+        let used = head.iter().zip(embedding).filter(|(a, b)| **a != 0.0 && **b != 0.0);
+        assert!(used.count() > 1000, "{on:?}: the embedding is used");
+    }
+}
+
 #[test]
 fn sixteen_bits_stay_near() {
     if !has_gpu() {

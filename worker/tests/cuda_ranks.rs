@@ -15,7 +15,7 @@ use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Device;
 use moejob_kernels::cuda::Gpu;
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::{Backend, Resume};
+use moejob_protocol::config::{Backend, Precision, Resume};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
@@ -156,8 +156,15 @@ fn check_on(on: On, meshes: &[(u32, u32)], change: &impl Fn(&mut Job)) {
         if exact {
             assert_eq!(hash(&job), hash(&one), "{on:?} {layout:?}: not the state of one rank");
         }
-        // What is told are sums over ranks in fp64.
+        // Losses are told in the order of micro-batches, and norms of processors are sums of pairs.
+        // Those of GPUs, and losses of a validation, are sums over ranks in fp64.
         let most_apart = if exact { 1e-13 } else { 1e-5 };
+        let norm = |step: &StepReport| if on == On::Gpus { 0.0 } else { step.grad_norm };
+        let told = |step: &StepReport| [step.loss, step.aux_loss, norm(step)].map(f64::to_bits);
+        if exact {
+            let [found, expected] = [&found, &expected];
+            assert!(found.iter().map(told).eq(expected.iter().map(told)), "{on:?} {layout:?}");
+        }
         for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
             // A token chose another expert by a last bit: from there on both are right, and apart.
             let flipped = found.expert_imbalance != expected.expert_imbalance;
@@ -204,6 +211,24 @@ fn divided_gradients_and_weights_train_as_one() {
             job.config.training.compute.zero = Zero::of(stage).expect("a stage");
         });
     }
+}
+
+/// One micro-batch a step is added up as one of several is: a second rank adds nothing to it.
+#[test]
+fn a_step_of_one_micro_batch_is_that_of_one_rank() {
+    check(&[(2, 1), (2, 2), (3, 3)], |job| {
+        let training = &mut job.config.training;
+        training.global_batch_size = training.micro_batch_size;
+        job.config.model.tie_word_embeddings = true;
+    });
+}
+
+/// Sums of fp64 are pairs of doubles, which travel as such.
+#[test]
+fn ranks_in_fp64_train_as_one() {
+    check_on(On::Processors, &[(2, 1), (3, 3), (4, 2)], &|job: &mut Job| {
+        job.config.training.precision = Precision::Fp64;
+    });
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::arena::Views;
 use super::optimizer::{Factors, non_finite, square_sum, update};
 use super::{CpuDevice, Float, Isa};
 use crate::bucket::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
-use crate::buffer::{Buffer, DType};
+use crate::buffer::{Buffer, DType, Pair};
 use crate::convert::{join, split};
 use crate::optimizer::SQUARE_SUM_BLOCK;
 use crate::philox::philox4x32_10;
@@ -39,9 +39,16 @@ impl CpuDevice {
         let counted =
             |block: &BucketBlock| !block.uncounted && classes[block.class as usize].active;
         let parts = blocks.iter().zip(sums.iter()).filter(|(block, _)| counted(block));
-        let squares = parts.fold(0.0, |squares, (_, sum)| squares + sum);
+        // The scale is a power of two, by which nothing is rounded.
         let unscale = 1.0 / params[StepParams::LOSS_SCALE];
-        numbers[StepNumbers::SQUARED_NORM] += squares * unscale * unscale;
+        let parts = parts.map(|(_, sum)| sum * unscale * unscale);
+        match op.squares {
+            Some(squares) => {
+                let squares: &mut [Pair] = views.write(squares);
+                squares[0] = parts.fold(squares[0], |squares, part| squares.plus(part.into()));
+            }
+            None => numbers[StepNumbers::SQUARED_NORM] += parts.sum::<f64>(),
+        }
         let of_tensors = op.layout.non_finite();
         for (block, count) in blocks.iter().zip(&counts).filter(|(_, count)| **count > 0) {
             numbers[StepNumbers::NON_FINITE] += f64::from(*count);

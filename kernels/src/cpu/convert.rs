@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::CpuDevice;
-use crate::buffer::{Buffer, DType};
+use crate::buffer::{Buffer, DType, Element, Pair};
 use crate::convert::{AddUp, Cast, JoinMaster, SplitMaster, join, split};
 
 impl CpuDevice {
@@ -15,6 +15,7 @@ impl CpuDevice {
             (DType::F32, DType::F16) => self.cast_to(from, to, f16::from_f32),
             (DType::F32, DType::F64) => self.cast_to::<f32, f64>(from, to, f64::from),
             (DType::F64, DType::F32) => self.cast_to::<f64, f32>(from, to, |x| x as f32),
+            (DType::Pair, DType::F64) => self.cast_to(from, to, |x: Pair| x.high),
             (DType::Bf16, DType::F32) => self.cast_to(from, to, bf16::to_f32),
             (DType::F16, DType::F32) => self.cast_to(from, to, f16::to_f32),
             (DType::Bf16, DType::F16) => {
@@ -27,7 +28,7 @@ impl CpuDevice {
         }
     }
 
-    fn cast_to<From: crate::Element, To: crate::Element>(
+    fn cast_to<From: Element, To: Element>(
         &mut self,
         from: Buffer,
         to: Buffer,
@@ -42,18 +43,25 @@ impl CpuDevice {
     }
 
     pub(crate) fn add_up(&mut self, op: &AddUp) {
-        match op.x.dtype() {
-            DType::F64 => self.add_up_of(op, |x: f64| x),
-            _ => self.add_up_of(op, |x: f32| f64::from(x)),
+        match (op.x.dtype(), op.sum.dtype()) {
+            (DType::F64, DType::Pair) => self.add_up_of(op, Pair::plus, |x: f64| x.into()),
+            (DType::Pair, _) => self.add_up_of(op, Pair::plus, |x: Pair| x),
+            (DType::F64, _) => self.add_up_of(op, |sum, x| sum + x, |x: f64| x),
+            _ => self.add_up_of(op, |sum, x| sum + x, |x: f32| f64::from(x)),
         }
     }
 
-    fn add_up_of<T: crate::Element>(&mut self, op: &AddUp, widen: impl Fn(T) -> f64) {
+    fn add_up_of<T: Element, S: Element>(
+        &mut self,
+        op: &AddUp,
+        plus: impl Fn(S, S) -> S,
+        widen: impl Fn(T) -> S,
+    ) {
         let (mut views, _) = self.split();
         let x: &[T] = views.read(op.x);
-        let sums: &mut [f64] = views.write(op.sum);
+        let sums: &mut [S] = views.write(op.sum);
         for (sum, x) in sums.iter_mut().zip(x) {
-            *sum = if op.adds { *sum + widen(*x) } else { widen(*x) };
+            *sum = if op.adds { plus(*sum, widen(*x)) } else { widen(*x) };
         }
     }
 

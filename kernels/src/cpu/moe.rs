@@ -112,7 +112,7 @@ fn check(desc: &MoeDesc) -> Result<(), Refusal> {
     }
     if desc.weight_gradients == Output::F32 {
         let (found, element) = (desc.weight_gradients, desc.element);
-        let reason = "on a CPU they are elements, or sums in fp64 of fp32";
+        let reason = "on a CPU they are elements, or sums";
         return Err(Refusal::Output { found, element, reason });
     }
     desc.check_counts()
@@ -458,7 +458,7 @@ fn router_gradient(
 struct Into {
     /// They are added to what is there.
     accumulate: bool,
-    /// What is there are sums in fp64, of a product of each source.
+    /// What is there are sums of a product of each source.
     by_source: bool,
     sources: usize,
     /// Where the rows of each expert begin, and of each source where there are several.
@@ -474,7 +474,7 @@ impl Into {
         gradients: &Gradients,
         scratch: &Scratch,
     ) -> Into {
-        let by_source = desc.weight_gradients == Output::F64;
+        let by_source = desc.weight_gradients == Output::Sums;
         Into {
             accumulate: gradients.accumulate,
             by_source,

@@ -312,7 +312,7 @@ impl<'a> Call<'a> {
         let desc = self.desc();
         // Other weight gradients have no depth.
         let tokens_of_each = match desc.weight_gradients {
-            Output::F64 => (desc.tokens / desc.sources) as i32,
+            Output::Sums => (desc.tokens / desc.sources) as i32,
             Output::Element | Output::F32 => 0,
         };
         let (out, out_rows) = self.stacked(into, desc.gradient_element(), size);

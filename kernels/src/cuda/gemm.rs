@@ -26,8 +26,9 @@ pub enum Output {
     /// As the layer's elements.
     Element = 0,
     F32 = 1,
-    /// Sums of products that are rounded to fp32, each of the tokens of one rank.
-    F64 = 2,
+    /// Sums of products that are rounded to elements, each of the tokens of one rank: in fp64 of
+    /// fp32, in pairs of fp64.
+    Sums = 2,
 }
 
 /// Everything that shapes the code of a product.

@@ -6,10 +6,9 @@ use super::error::CudaError;
 use super::step_ops::{Enqueue, MasterKind, Unit};
 use crate::bucket::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::numbers::MoveCorrections;
+use crate::numbers::{MoveCorrections, SumRows};
 use crate::optimizer::{BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};
-use crate::tally::{TallyLayer, TallyLoss};
 
 /// Parts of the sum of squares: eight blocks for each multiprocessor of an H200. Fixed, since the
 /// bits depend on it.
@@ -58,28 +57,16 @@ impl CudaDevice {
         self.enqueue(|to| adamw(to, op, blocks));
     }
 
-    pub(crate) fn tally_loss(&mut self, op: &TallyLoss) {
+    pub(crate) fn sum_rows(&mut self, op: &SumRows) {
         self.enqueue(|to| {
-            let [loss, targets, numbers] =
-                [op.loss, op.targets, op.numbers].map(|buffer| to.at(buffer));
-            let tokens = op.loss.len() as i32;
-            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_loss");
-            let parameters = parameters![loss, targets, numbers, tokens];
-            // SAFETY: the parameters are those of `tally_loss`, the lengths were checked.
-            unsafe { to.launch(kernel, Launch::new(1, 1024), parameters) }
-        });
-    }
-
-    pub(crate) fn tally_layer(&mut self, op: &TallyLayer) {
-        self.enqueue(|to| {
-            let [losses, counts, numbers] =
-                [op.losses, op.counts, op.numbers].map(|buffer| to.at(buffer));
-            let loads = op.layout.loads_of(op.moe_layer).start as i32;
-            let experts = op.counts.len() as i32;
-            let kernel = (Unit::Numbers { gradient: DType::F32 }, "tally_layer");
-            let parameters = parameters![losses, counts, numbers, loads, experts];
-            // SAFETY: the parameters are those of `tally_layer`, the lengths were checked.
-            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
+            let (x, out) = (to.at(op.x), to.at(op.out));
+            let width = op.out.len();
+            let (rows, columns) = ((op.x.len() / width.max(1)) as u64, width as u64);
+            let kernel = (Unit::Numbers { gradient: DType::F32 }, "sum_rows");
+            let parameters = parameters![x, out, rows, columns];
+            let launch = Launch::new(width.div_ceil(256).max(1), 256);
+            // SAFETY: the parameters are those of `sum_rows`, `x` has that many whole rows.
+            unsafe { to.launch(kernel, launch, parameters) }
         });
     }
 

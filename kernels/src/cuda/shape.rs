@@ -149,14 +149,17 @@ impl MoeDesc {
         match self.weight_gradients {
             Output::Element => self.element,
             Output::F32 => DType::F32,
-            Output::F64 => DType::F64,
+            Output::Sums => match self.element {
+                DType::F64 => DType::Pair,
+                _ => DType::F64,
+            },
         }
     }
 
     /// Runs of tokens whose products are rounded by themselves.
     pub(crate) const fn sources_apart(&self) -> usize {
         match self.weight_gradients {
-            Output::F64 => self.sources,
+            Output::Sums => self.sources,
             Output::Element | Output::F32 => 1,
         }
     }
@@ -177,9 +180,10 @@ impl MoeDesc {
             let (found, sources) = (self.tokens, self.sources);
             return Err(Refusal::Sources { found, sources });
         }
-        if self.weight_gradients == Output::F64 && self.element != DType::F32 {
+        let summed = matches!(self.element, DType::F32 | DType::F64);
+        if self.weight_gradients == Output::Sums && !summed {
             let (found, element) = (self.weight_gradients, self.element);
-            return Err(Refusal::Output { found, element, reason: "sums in fp64 are of fp32" });
+            return Err(Refusal::Output { found, element, reason: "sums are of fp32 or fp64" });
         }
         self.check_groups()
     }

@@ -164,37 +164,14 @@ move_corrections(const double* numbers, float* bias, double rate, int loads, int
   }
 }
 
-// numbers += the sum of losses and the count of valid targets. One block.
-extern "C" __global__ void __launch_bounds__(1024)
-tally_loss(const double* loss, const u32* targets, double* numbers, int tokens) {
-  __shared__ double sums[32], counts[32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  double sum = 0.0, count = 0.0;
-  for (int t = threadIdx.x; t < tokens; t += 1024) {
-    sum += loss[t];
-    count += targets[t] != ~0u;
-  }
-  sum = lanes_sum(sum);
-  count = lanes_sum(count);
-  if (lane == 0) {
-    sums[warp] = sum;
-    counts[warp] = count;
-  }
-  __syncthreads();
-  if (warp != 0) return;
-  sum = lanes_sum(sums[lane]);
-  count = lanes_sum(counts[lane]);
-  if (lane != 0) return;
-  numbers[NUMBER_LOSS] += sum;
-  numbers[NUMBER_VALID_TARGETS] += count;
-}
-
-// numbers += a layer's losses, and its counts from `loads` on.
+// out[i] = x[0][i] + x[1][i] + .., rows ascending from zero. A thread a column.
 extern "C" __global__ void __launch_bounds__(256)
-tally_layer(const double* losses, const u32* counts, double* numbers, int loads, int experts) {
-  for (int e = threadIdx.x; e < experts; e += 256) numbers[loads + e] += counts[e];
-  if (threadIdx.x == 0) numbers[NUMBER_AUX_LOSS] += losses[0];
-  if (threadIdx.x == 1) numbers[NUMBER_Z_LOSS] += losses[1];
+sum_rows(const double* x, double* out, u64 rows, u64 columns) {
+  const u64 column = blockIdx.x * (u64)256 + threadIdx.x;
+  if (column >= columns) return;
+  double sum = 0.0;
+  for (u64 row = 0; row < rows; row++) sum += x[row * columns + column];
+  out[column] = sum;
 }
 
 // For what is no bucket.

@@ -94,10 +94,16 @@ pub struct Gradients<B> {
 pub struct Numbers<B> {
     /// What the step is told.
     pub params: B,
-    /// The parts of all ranks side by side, the own one among them.
+    /// The parts of all ranks side by side, the own one among them. Where gradients are summed in
+    /// buckets: [M, 5], the records of a step's micro-batches, 0 for those of other ranks.
     pub parts: B,
+    /// [5]: the record of the micro-batch that is computed, and the sum of a step's.
+    pub record: B,
+    pub records: B,
     /// What all parts come to.
     pub reduced: B,
+    /// A pair, on processors: the sum of squares of what is owned, then of all gradients.
+    pub squares: Option<B>,
     /// What follows from both, on the device, and what stays from step to step.
     pub control: B,
     /// f32 [1]: what the loss is multiplied by, where it is.

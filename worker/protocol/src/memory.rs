@@ -67,6 +67,8 @@ pub struct Part {
 pub enum Kind {
     F32,
     F64,
+    /// Two doubles, the second of which is what was rounded off the first.
+    Pair,
     Bf16,
     F16,
     /// Low halves of masters.
@@ -78,6 +80,7 @@ pub enum Kind {
 impl Kind {
     pub const fn bytes(self) -> u64 {
         match self {
+            Kind::Pair => 16,
             Kind::F64 => 8,
             Kind::F32 | Kind::U32 => 4,
             Kind::Bf16 | Kind::F16 | Kind::I16 => 2,
@@ -120,8 +123,10 @@ pub struct Types {
     /// Of matrices; of vectors as they are.
     pub gradient: Kind,
     pub sums: Sums,
-    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks. Then
-    /// their order changes no bit, and neither does the number of ranks.
+    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks, those
+    /// of fp64 in pairs. Then their order changes no bit, and neither does the number of ranks. The gradient of a tied
+    /// table is added up so from two products a micro-batch: that of the head and that of the
+    /// embedding, which different ranks may compute.
     pub exact: bool,
     /// The loss is multiplied before backward, so that fp16 holds its gradients.
     pub scaled: bool,
@@ -175,7 +180,9 @@ impl Types {
         let element = training.precision.element();
         let masters = match training.precision {
             Precision::Fp32 | Precision::Tf32 => Masters::Weights,
-            Precision::Fp64 => return Types::whole(element, Sums::Buckets),
+            Precision::Fp64 => {
+                return Types { exact: true, ..Types::whole(element, Sums::Buckets) };
+            }
             Precision::Bf16 => Masters::LowBits,
             Precision::Fp16 => Masters::Separate,
         };
@@ -189,14 +196,21 @@ impl Types {
             MomentDtype::Fp32 => Kind::F32,
         };
         let scaled = element == Kind::F16;
-        let several = training.global_batch_size > training.micro_batch_size;
-        let exact = training.precision == Precision::Fp32 && several;
+        let exact = training.precision == Precision::Fp32;
         Types { element, masters, moment, gradient, exact, scaled, ..whole }
     }
 
     /// What gradients that are of `kind` are added up in.
     pub const fn summed(&self, kind: Kind) -> Kind {
-        if self.exact { Kind::F64 } else { kind }
+        if self.exact { self.sum() } else { kind }
+    }
+
+    /// What exact sums are of.
+    pub const fn sum(&self) -> Kind {
+        match self.element {
+            Kind::F64 => Kind::Pair,
+            _ => Kind::F64,
+        }
     }
 
     /// Bytes of a float in a checkpoint.

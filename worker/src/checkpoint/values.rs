@@ -24,6 +24,7 @@ pub fn name_of(dtype: DType) -> &'static str {
         DType::I16 => "I16",
         DType::U32 => "U32",
         DType::U8 => "U8",
+        DType::Pair => panic!("sums of a step are not stored"),
     }
 }
 
@@ -40,7 +41,7 @@ pub fn first_non_finite(bytes: &[u8], dtype: DType) -> Option<usize> {
             let mut values = bytes.chunks_exact(8).map(|b| f64::from_le_bytes(eight(b)));
             values.position(|value| !value.is_finite())
         }
-        DType::I16 | DType::U32 | DType::U8 => None,
+        DType::I16 | DType::U32 | DType::U8 | DType::Pair => None,
     }
 }
 

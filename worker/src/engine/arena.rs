@@ -169,6 +169,7 @@ pub(crate) fn dtype(kind: Kind) -> DType {
     match kind {
         Kind::F32 => DType::F32,
         Kind::F64 => DType::F64,
+        Kind::Pair => DType::Pair,
         Kind::Bf16 => DType::Bf16,
         Kind::F16 => DType::F16,
         Kind::I16 => DType::I16,

@@ -8,7 +8,7 @@ use crate::engine::handles::{
 };
 use crate::engine::moe::activation;
 use moejob_kernels::{
-    AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
+    AddUp, AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
     Layout as Order, Matmul, NormRopeBackward, RmsNormBackward, StepPhase,
 };
 
@@ -27,6 +27,9 @@ pub struct Leaf<'a> {
     pub accumulate_matrices: bool,
     /// The same of experts, which in a rank's first round may be others' tokens alone.
     pub accumulate_experts: bool,
+    /// The head is the embedding, and its sums are exact: this adds the head's product up before
+    /// the embedding's is written to the memory of the first.
+    pub tied: Option<AddUp>,
     /// In a step's last round, where buckets travel as soon as they are complete.
     pub last: Option<Last<'a>>,
 }
@@ -81,7 +84,7 @@ impl Pass<'_> {
         if let Some(gradients) = leaf.dense {
             self.model.attention_loaded[usize::from(adds.matrices)] = true;
             self.claim_embedding();
-            self.embed_backward(t, gradients, leaf.accumulate_matrices);
+            self.embed_backward(t, gradients, leaf);
             self.mark("embedding'", None);
         }
         self.reduce(beside::FIRST, leaf);
@@ -290,10 +293,11 @@ impl Pass<'_> {
         raw
     }
 
-    fn embed_backward(&mut self, t: usize, gradients: &Dense, accumulate: bool) {
+    fn embed_backward(&mut self, t: usize, gradients: &Dense, leaf: &Leaf) {
         let (d, vocab) = (self.model.dim(), self.model.config.vocab_size as usize);
-        // Tied, the head has written its part of the gradient already.
-        if !self.model.config.tie_word_embeddings && !accumulate {
+        // A tied head has written its part of the gradient there, unless that is in the sum already.
+        let begins = leaf.tied.is_some() || !self.model.config.tie_word_embeddings;
+        if begins && !leaf.accumulate_matrices {
             self.model.device.fill_zero(gradients.embed);
         }
         self.model.device.embed_backward(&EmbedBackward {

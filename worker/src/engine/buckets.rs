@@ -20,9 +20,10 @@ use crate::engine::model::Model;
 use crate::engine::places::{Places, summed};
 use crate::engine::round::Round;
 use moejob_kernels::{
-    AddUp, BucketAdamW, Buffer, Cast, DType, Fill, GradientNumbers, Master, MoveCorrections,
+    AddUp, BucketAdamW, Buffer, Cast, DType, Fill, GradientNumbers, Master, MoveCorrections, Pair,
     StepPhase,
 };
+use moejob_protocol::buckets::BucketKind;
 use moejob_protocol::buffers::Bucket as Memory;
 use moejob_protocol::config::AdamW as AdamWConfig;
 
@@ -42,6 +43,8 @@ pub struct BucketSums {
     takes_turns: bool,
     /// Each micro-batch writes gradients of its own, which are added up in fp64.
     exact: bool,
+    /// A tied table's gradient, whole, and its exact sum.
+    tied: Option<(Buffer, Buffer)>,
 }
 
 impl BucketSums {
@@ -58,6 +61,7 @@ impl BucketSums {
             begun_experts: false,
             takes_turns: places.shapes.iter().any(|of| of.gradient_turn.is_some()),
             exact: model.shape.types.exact,
+            tied: model.tied_sum(places),
         }
     }
 
@@ -69,6 +73,8 @@ impl BucketSums {
             accumulate: self.begun && !self.exact,
             accumulate_matrices: self.begun && !self.takes_turns && !self.exact,
             accumulate_experts: self.begun_experts,
+            // What takes turns has the sum of this round alone.
+            tied: self.tied.map(|(x, sum)| AddUp { x, sum, adds: self.begun && !self.takes_turns }),
             last: None,
         }
     }
@@ -115,7 +121,9 @@ impl BucketSums {
             let Some(sum) = sum.filter(|_| !shape.experts && shape.gradient_turn.is_none()) else {
                 continue;
             };
-            model.device.add_up(&AddUp { x, sum, adds });
+            // The head's part of a tied table is there already.
+            let tied = self.tied.is_some() && self.places.buckets[at].kind == BucketKind::Embedding;
+            model.device.add_up(&AddUp { x, sum, adds: adds || tied });
         }
     }
 
@@ -139,6 +147,7 @@ impl BucketSums {
         model.device.await_marks();
         match x.dtype() {
             DType::F64 => model.device.write(x, &[value]),
+            DType::Pair => model.device.write(x, &[Pair::from(value)]),
             _ => model.device.fill(&Fill { value, x }),
         }
     }
@@ -164,6 +173,7 @@ impl BucketSums {
                     gradient,
                     sums: bucket.square_sums,
                     numbers: numbers.reduced,
+                    squares: numbers.squares,
                 });
             }
         }

@@ -102,9 +102,10 @@ impl<'a> Pass<'a> {
             }
         };
         let dx = self.model.buffers.scratch.dnorm.slice(0, t * d);
-        let leaf = leaf.and_then(|leaf| Some((leaf.dense?.head, leaf.accumulate_matrices)));
-        let gradient =
-            leaf.map(|(dtable, accumulate)| HeadGradient { dx, dtable, accumulate });
+        let gradient = leaf.and_then(|leaf| {
+            let (dtable, accumulate) = (leaf.dense?.head, leaf.accumulate_matrices);
+            Some(HeadGradient { dx, dtable, accumulate })
+        });
         let loss_scale = self.model.buffers.numbers.loss_scale;
         let op = HeadLoss {
             desc: self.model.head_desc(t),
@@ -118,6 +119,9 @@ impl<'a> Pass<'a> {
             gradient,
         };
         self.model.device.head_loss(&op);
+        if let Some(tied) = leaf.and_then(|leaf| leaf.tied) {
+            self.model.device.add_up(&tied);
+        }
         self.mark("head", None);
     }
 

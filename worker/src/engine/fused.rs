@@ -10,9 +10,8 @@ use crate::engine::round::Aim;
 use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Saved, Weights,
 };
-use moejob_kernels::{
-    Buffer, DType, MoeBackward, MoeForward, MoeHidden, RouteGroups, StepNumbers,
-};
+use moejob_kernels::numbers::record;
+use moejob_kernels::{Buffer, DType, MoeBackward, MoeForward, MoeHidden, RouteGroups};
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
 
@@ -50,7 +49,7 @@ pub(crate) fn describe(
         z_coef: router.z_loss_coef * router_scale,
         weight_gradients: match gradient {
             same if same == element => Output::Element,
-            DType::F64 => Output::F64,
+            DType::F64 | DType::Pair => Output::Sums,
             _ => Output::F32,
         },
     }
@@ -65,7 +64,7 @@ impl Model {
         let numbers = self.buffers.numbers.reduced;
         let loads = self.numbers.loads(self.mixture_place(layer));
         let numbers = MoeNumbers {
-            losses: numbers.slice(StepNumbers::AUX_LOSS, 2),
+            losses: self.buffers.numbers.record.slice(record::AUX, 2),
             loads: numbers.slice(loads.start, loads.len()),
         };
         Some(MoeTensors {

@@ -11,8 +11,8 @@ use crate::state::rank::place;
 use moejob_kernels::numbers::{record, tally};
 use moejob_kernels::step_numbers::CLASSES_MAX;
 use moejob_kernels::{
-    Buffer, DecideUpdate, LossScale, Posted, ReduceNumbers, SquareRun, StepClass, StepControl,
-    StepNumbers, StepParams,
+    Buffer, Cast, DecideUpdate, LossScale, Posted, ReduceNumbers, SquareRun, StepClass, StepControl,
+    StepNumbers, StepParams, SumRows,
 };
 use moejob_protocol::buffers::{BLOCK_WORDS, CONTROL_NUMBERS};
 use moejob_protocol::config::TrainingConfig;
@@ -28,6 +28,9 @@ const _: () = {
     assert!(record::COUNT as u64 == RECORD_NUMBERS && tally::COUNT as u64 == TALLY_NUMBERS);
     assert!(StepNumbers::LOADS as u64 == SINGLE_NUMBERS);
     assert!(StepParams::LEN as u64 == PARAM_NUMBERS);
+    // A record's losses lie as those of a step.
+    assert!(record::LOSS == StepNumbers::LOSS && record::VALID == StepNumbers::VALID_TARGETS);
+    assert!(record::AUX == StepNumbers::AUX_LOSS && record::Z == StepNumbers::Z_LOSS);
     assert!(moejob_kernels::balance::row::COUNT as u64 == STATISTICS);
     assert!(moejob_kernels::BucketBlock::WORDS as u64 == BLOCK_WORDS);
     assert!(StepControl::LEN as u64 == CONTROL_NUMBERS);
@@ -216,7 +219,7 @@ impl Model {
     /// F64 [2]: where the own micro-batch `at` adds its cross-entropies and how many they are.
     pub(crate) fn loss_numbers(&self, at: usize) -> Buffer {
         match self.places {
-            Some(_) => self.buffers.numbers.reduced.slice(StepNumbers::LOSS, 2),
+            Some(_) => self.buffers.numbers.record.slice(record::LOSS, 2),
             None => self.record(at).slice(record::LOSS, 2),
         }
     }
@@ -251,17 +254,37 @@ impl Model {
         self.device.write(self.buffers.numbers.params, &params.encode());
         if self.places.is_some() {
             self.device.fill_zero(self.buffers.numbers.reduced);
+            self.device.fill_zero(self.buffers.numbers.parts);
+            if let Some(squares) = self.buffers.numbers.squares {
+                self.device.fill_zero(squares);
+            }
             return;
         }
         let (parts, part) = self.own_part();
         self.device.fill_zero(parts.slice(part.start, part.len));
     }
 
+    /// A micro-batch begins: its record is empty.
+    pub(crate) fn begin_record(&mut self) {
+        if self.places.is_some() {
+            self.device.fill_zero(self.buffers.numbers.record);
+        }
+    }
+
+    /// The record of the step's micro-batch of this number is complete. It is moved only now, so
+    /// that the ops of a micro-batch write to the same place whichever it is.
+    pub(crate) fn keep_record(&mut self, micro_batch: u32) {
+        if self.places.is_some() {
+            let numbers = &self.buffers.numbers;
+            let at = micro_batch as usize * record::COUNT;
+            self.device.copy(numbers.record, numbers.parts.slice(at, record::COUNT));
+        }
+    }
+
     /// StepNumbers of all ranks' parts, on every rank's device.
     pub fn reduce_numbers(&mut self, links: &mut Links) {
         if self.places.is_some() {
-            // Ops have added to the rank's numbers themselves.
-            return links.all_reduce(&mut self.device, self.buffers.numbers.reduced);
+            return self.reduce_records(links);
         }
         let (numbers, buffers) = (&self.numbers, &self.buffers.numbers);
         let part = |part: &Part| buffers.parts.slice(part.start, part.len);
@@ -276,6 +299,24 @@ impl Model {
             params: buffers.params,
             out: buffers.reduced,
         });
+    }
+
+    /// Ops have added to the rank's numbers themselves, but for the losses of micro-batches. A record
+    /// is 0 but at one rank, so that its sum over ranks is what it was, and losses are summed in the
+    /// order of micro-batches whatever rank had which.
+    fn reduce_records(&mut self, links: &mut Links) {
+        let numbers = self.buffers.numbers.clone();
+        links.all_reduce(&mut self.device, numbers.reduced);
+        links.all_reduce(&mut self.device, numbers.parts);
+        if let Some(squares) = numbers.squares {
+            links.all_reduce(&mut self.device, squares);
+            let to = numbers.reduced.slice(StepNumbers::SQUARED_NORM, 1);
+            self.device.cast(&Cast { from: squares, to });
+        }
+        self.device.sum_rows(&SumRows { x: numbers.parts, out: numbers.records });
+        const LOSSES: usize = record::ENTROPY;
+        let to = numbers.reduced.slice(StepNumbers::LOSS, LOSSES);
+        self.device.copy(numbers.records.slice(record::LOSS, LOSSES), to);
     }
 
     /// Decides on the device whether the step changes weights, by the numbers of all ranks.

@@ -40,6 +40,7 @@ impl Engine {
         self.whole_step_balance(step, batches)?;
         self.rounds(step, batches, Aim::Record, |engine, schedule| {
             let round = &schedule.round;
+            engine.model.begin_record();
             engine.part(engine.forward_part(schedule), |engine| {
                 Pass::new(&mut engine.model, &mut engine.links, round).forward();
             });
@@ -59,6 +60,9 @@ impl Engine {
             match leave {
                 true => engine.gradients.push_last(round, own, leaves, &mut engine.model),
                 false => engine.gradients.push(round, own, leaves, &mut engine.model),
+            }
+            if let Some(micro_batch) = own {
+                engine.model.keep_record(micro_batch);
             }
         })?;
         let Engine { model, gradients, links, spoiled, .. } = self;

@@ -247,6 +247,7 @@ impl TreeSums {
             accumulate: false,
             accumulate_matrices: false,
             accumulate_experts: false,
+            tied: None,
             last: None,
         }
     }

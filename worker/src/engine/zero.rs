@@ -182,6 +182,19 @@ impl Model {
     }
 
     /// Whose weights are those of the head.
+    /// Where a round writes the gradient of a tied table, and where that is added up exactly.
+    pub(crate) fn tied_sum(&self, places: &Places) -> Option<(Buffer, Buffer)> {
+        let of = |bucket: &Bucket| bucket.kind == BucketKind::Embedding;
+        let at = places.buckets.iter().position(of).filter(|_| self.config.tie_word_embeddings)?;
+        let memory = &self.buffers.buckets[at];
+        if places.shapes[at].gradient_turn.is_none() {
+            return Some((memory.gradient, memory.sum?));
+        }
+        let (place, whole) = (place_of_gradient(BucketKind::Embedding), &self.buffers.whole);
+        let within = |of: &Buffer| of.slice(0, places.buckets[at].len as usize);
+        Some((within(&whole.gradients[place]), within(whole.sums.get(place)?)))
+    }
+
     fn head_kind(&self) -> BucketKind {
         zero::head(self.config.tie_word_embeddings)
     }
@@ -350,7 +363,11 @@ impl Pass<'_> {
         let mut leaves = whole;
         if let Some(exact) = model.buffers.whole.sums.get(place) {
             (leaves, _) = of.within(*exact);
-            model.device.add_up(&AddUp { x: whole, sum: leaves, adds: false });
+            // The head's part of a tied table is there already.
+            let adds = kind == BucketKind::Embedding
+                && leaf.dense.is_some()
+                && leaf.tied.is_some();
+            model.device.add_up(&AddUp { x: whole, sum: leaves, adds });
         }
         let all = [Shared { holders: &of.holders, buffer: Some(leaves) }];
         if links.work_beside() {

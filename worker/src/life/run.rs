@@ -24,10 +24,10 @@ use crate::life::listener::{self, LeaderStream};
 use crate::life::session::{Effect, Event, Session};
 use crate::gang::tls::{AttemptTls, TlsError, Trust, WorkerKey};
 use crate::state::slots::Memory;
+use bootstrap::take_share;
 use engines::{Engines, Make};
 use link::{Link, wait_for};
 use measuring::Measuring;
-use bootstrap::take_share;
 use signals::{Signals, watch_owner};
 use moejob_protocol::message::{HEARTBEAT_MS, Heartbeat, Phase, Request};
 use moejob_protocol::pair::PairAnswer;
@@ -47,8 +47,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 /// Things that have happened and wait for the session; whoever brings more waits.
 const HAPPENED_MAX: usize = 64;
-/// For the engines to end at the end of the process; a checkpoint may be half-written, which is
-/// harmless.
+/// For engines to end at the end of the process. A checkpoint that is half written does no harm.
 const ENGINES_END_MS_MAX: u64 = 10_000;
 /// For the last report to reach the leader.
 const REPORT_MS_MAX: u64 = 500;

@@ -8,7 +8,7 @@ use super::{
     Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers,
     Routes, STAGE_ELEMENTS, Scratch, State, StepBalance, Travel, Whole,
 };
-use crate::memory::{Kind, PARAM_NUMBERS, Planner, Rows, STATISTICS, Shape, Sums};
+use crate::memory::{Kind, PARAM_NUMBERS, Planner, RECORD_NUMBERS, Rows, STATISTICS, Shape, Sums};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
 
 impl<B: Copy> Buffers<B> {
@@ -95,11 +95,17 @@ impl<B: Copy> Numbers<B> {
         let numbers = &shape.numbers;
         let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
         let tree = shape.types.sums == Sums::Tree;
-        let parts = doubles(if tree { numbers.parts.iter().sum() } else { 0 });
+        let (parts, record) = match tree {
+            true => (numbers.parts.iter().sum(), 0),
+            false => (RECORD_NUMBERS * u64::from(shape.micro_batches), RECORD_NUMBERS),
+        };
+        let (parts, record, records) = (doubles(parts), doubles(record), doubles(record));
         let control = doubles(CONTROL_NUMBERS);
         let loss_scale =
             shape.types.scaled.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
         let target_scale = shape.masked.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
+        let pairs = shape.on_cpu && !tree;
+        let squares = pairs.then(|| planner.alloc(Kind::Pair, Rows::Fixed(1), 1));
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;
@@ -107,7 +113,18 @@ impl<B: Copy> Numbers<B> {
             micro_batches: doubles(u64::from(shape.micro_batches) * width),
             sum: doubles(width),
         });
-        Numbers { params, parts, reduced, control, loss_scale, target_scale, balance }
+        Numbers {
+            params,
+            parts,
+            record,
+            records,
+            reduced,
+            squares,
+            control,
+            loss_scale,
+            target_scale,
+            balance,
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::gang::comm::{Comm, CommError};
 use super::{Parcel, Shared};
 use half::{bf16, f16};
-use moejob_kernels::{Buffer, CpuDevice, DType, Element};
+use moejob_kernels::{Buffer, CpuDevice, DType, Element, Pair};
 
 /// Memory for what does not lie in one piece, kept from call to call.
 #[derive(Debug, Default)]
@@ -147,8 +147,9 @@ fn receive(
 /// own = the sum of it and of what came, in the order of ranks.
 fn add_in_order(cpu: &mut CpuDevice, own: Buffer, me: u32, came: &[(u32, Vec<u8>)]) {
     match own.dtype() {
-        DType::F64 => add_all::<f64, 8>(cpu.slice_mut(own), me, came, f64::from_ne_bytes),
-        DType::F32 => add_all::<f32, 4>(cpu.slice_mut(own), me, came, f32::from_ne_bytes),
+        DType::F64 => add_all(cpu.slice_mut(own), me, came, f64::from_ne_bytes, |a, b| a + b),
+        DType::F32 => add_all(cpu.slice_mut(own), me, came, f32::from_ne_bytes, |a, b| a + b),
+        DType::Pair => add_all(cpu.slice_mut(own), me, came, Pair::from_ne_bytes, Pair::plus),
         // Between GPUs alone. Summed in fp32, and rounded once.
         DType::Bf16 => add_halves::<bf16>(cpu.slice_mut(own), me, came, bf16::from_f32),
         DType::F16 => add_halves::<f16>(cpu.slice_mut(own), me, came, f16::from_f32),
@@ -156,11 +157,12 @@ fn add_in_order(cpu: &mut CpuDevice, own: Buffer, me: u32, came: &[(u32, Vec<u8>
     }
 }
 
-fn add_all<T: Copy + std::ops::Add<Output = T>, const N: usize>(
+fn add_all<T: Copy, const N: usize>(
     own: &mut [T],
     me: u32,
     came: &[(u32, Vec<u8>)],
     value: fn([u8; N]) -> T,
+    plus: fn(T, T) -> T,
 ) {
     let (before, behind) = came.split_at(came.partition_point(|(from, _)| *from < me));
     for (at, own) in own.iter_mut().enumerate() {
@@ -168,9 +170,9 @@ fn add_all<T: Copy + std::ops::Add<Output = T>, const N: usize>(
             let (bytes, _) = bytes[at * N..].split_first_chunk::<N>().expect("as long as the own");
             value(*bytes)
         };
-        let ahead = before.iter().map(|(_, bytes)| of(bytes)).reduce(|sum, x| sum + x);
-        let sum = ahead.map_or(*own, |sum| sum + *own);
-        *own = behind.iter().fold(sum, |sum, (_, bytes)| sum + of(bytes));
+        let ahead = before.iter().map(|(_, bytes)| of(bytes)).reduce(plus);
+        let sum = ahead.map_or(*own, |sum| plus(sum, *own));
+        *own = behind.iter().fold(sum, |sum, (_, bytes)| plus(sum, of(bytes)));
     }
 }
 

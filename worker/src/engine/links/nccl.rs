@@ -372,6 +372,7 @@ fn span(cuda: &CudaDevice, buffer: Buffer) -> Span {
         DType::U32 => moejob_nccl::DType::U32,
         DType::U8 => moejob_nccl::DType::U8,
         DType::I16 => panic!("halves of masters do not travel"),
+        DType::Pair => panic!("sums of fp64 are of processors"),
     };
     // SAFETY: a buffer of the device's arena. Ops use it in the order of their stream, in which a
     // verb among them stands; a verb beside them follows those that were enqueued before it

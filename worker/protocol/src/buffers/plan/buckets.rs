@@ -43,7 +43,7 @@ impl<B: Copy> Bucket<B> {
             moment1: part(moments, types.moment, of.owned),
             moment2: part(moments, types.moment, of.owned),
             gradient: part("gradients", gradient, gradients),
-            sum: sum.map(|len| part("gradients", Kind::F64, len)),
+            sum: sum.map(|len| part("gradients", types.sum(), len)),
             table: part("numbers", Kind::U32, blocks * BLOCK_WORDS),
             square_sums: part("numbers", Kind::F64, blocks),
         }
@@ -66,7 +66,7 @@ impl<B: Copy> Whole<B> {
             weights: places(WHOLE_WEIGHTS, types.element, |of| of.weight_turn),
             gradients: places(WHOLE_GRADIENTS, types.gradient, |of| of.gradient_turn),
             sums: match types.exact {
-                true => places(WHOLE_GRADIENTS, Kind::F64, |of| of.gradient_turn),
+                true => places(WHOLE_GRADIENTS, types.sum(), |of| of.gradient_turn),
                 false => Vec::new(),
             },
         }
