@@ -13,6 +13,7 @@ mod error;
 mod folder;
 mod passed;
 mod process;
+mod signals;
 mod stumbles;
 mod words;
 
@@ -56,8 +57,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use words::Words;
 
-/// Happenings that wait for the loop; workers are slower than it by far. So many are decided on
-/// together at most.
+/// Happenings that wait for the loop, and that are decided on together at most.
 const EVENTS_MAX: usize = 1024;
 /// Failures in a row to start a worker, after which a run that has trained nothing ends: half a
 /// minute with the pauses between them. One that has trained tries on.
@@ -180,7 +180,7 @@ impl Runner {
         if let Some(code) = self.already_done() {
             return Ok(code);
         }
-        let mut signals = watch_signals()?;
+        let mut signals = signals::watch()?;
         loop {
             let due = self.turn()?;
             if let Some(outcome) = self.job.tracker().observed.record.outcome.clone() {
@@ -599,21 +599,6 @@ fn line(
         details.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
     let time = records::now();
     Line { time, attempt, event, reason: reason.into(), message: message.into(), details }
-}
-
-/// Whether each is a terminal's that hangs up, which ends a run as Ctrl-C does: with a checkpoint.
-fn watch_signals() -> std::io::Result<mpsc::Receiver<bool>> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (sender, receiver) = mpsc::channel(1);
-    for kind in [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()] {
-        let (mut signals, sender) = (signal(kind)?, sender.clone());
-        tokio::spawn(async move {
-            while signals.recv().await.is_some() {
-                let _ = sender.send(kind == SignalKind::hangup()).await;
-            }
-        });
-    }
-    Ok(receiver)
 }
 
 /// The job as earlier runs have left it behind, in the form in which an API server would have it.

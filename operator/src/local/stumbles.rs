@@ -1,4 +1,5 @@
-//! What fails and is tried again, as writes on a full disk: told when it begins and when it is over.
+//! What fails and is tried again, as writes on a full disk: told when it begins and when it is
+//! over.
 
 use moe_worker::failure::chain;
 use moejob_plan::lead::{WriteError, WriteErrorKind};

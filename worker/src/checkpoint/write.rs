@@ -99,6 +99,12 @@ impl Identity {
         self.location.join(staging_name(self.attempt, step))
     }
 
+    /// What was written of a checkpoint that is given up makes room for a newer one. The next
+    /// attempt tidies what is left here.
+    pub(super) fn clear(&self, disk: &Disk, step: u64) {
+        let _ = disk.remove_directory(&self.staging(step));
+    }
+
     fn runs(&self, rank: u32) -> Vec<ShardRun> {
         shard_runs(&self.model, &self.params, &self.layout, rank, self.float_bytes).0
     }

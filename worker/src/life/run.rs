@@ -420,7 +420,6 @@ impl Shell {
             return failed("the rank is another worker's");
         }
         if let Err(error) = self.engines.prepare(&config) {
-            // The leader tries again at once; what is missing comes back later.
             let (say, joining) = oneshot::channel();
             tokio::spawn(async move {
                 sleep(Duration::from_millis(NO_ENGINE_MS)).await;

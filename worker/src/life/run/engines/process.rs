@@ -267,9 +267,9 @@ const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 const STOPPED_LOOKS: u32 = 15;
 
 /// Waits for the next report. A process that was killed gives its memory back before its files are
-/// closed, which takes the kernel seconds where it maps much: it is seen before. One that is stopped
-/// is seen, too. Looks are counted and no time, so that a machine that was asleep ends nobody. None:
-/// there is something to read, if only the end.
+/// closed, which takes the kernel seconds where it maps much: it is seen before. One that is
+/// stopped is seen, too. Looks are counted and no time, so that a machine that was asleep ends
+/// nobody. None: there is something to read, if only the end.
 fn ends_before_it_speaks(wire: &Wire, child: &mut Child) -> Option<ExitStatus> {
     let socket = wire.socket();
     let mut stopped = 0;
