@@ -20,6 +20,9 @@ const PROBLEMS_MAX: usize = 16;
 const PROBLEM_CHARS_MAX: usize = 256;
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
+/// The manifest of a checkpoint, or everything that is wrong with it.
+type Verified = Result<CheckpointManifest, Vec<Problem>>;
+
 /// The ranks of an attempt, as one that verifies.
 pub(crate) struct Verifiers<'a> {
     pub comm: &'a mut Comm,
@@ -39,7 +42,7 @@ impl Verifiers<'_> {
     ///
     /// # Errors
     /// Everything that is wrong with it; or a peer was lost, which `failed` says.
-    pub fn verify(&mut self, name: &str) -> Result<CheckpointManifest, Vec<Problem>> {
+    pub fn verify(&mut self, name: &str) -> Verified {
         let order = self.comm.gather_all(format!("+{name}").as_bytes(), ORDER_BYTES_MAX);
         let answered = order.and_then(|_| self.work(name));
         let (own, all) = match answered {
@@ -79,11 +82,7 @@ impl Verifiers<'_> {
     }
 
     /// This rank's share, and what is wrong by the word of all.
-    #[expect(clippy::type_complexity, reason = "one value a side: the own one, and all of them")]
-    fn work(
-        &mut self,
-        name: &str,
-    ) -> Result<(Result<CheckpointManifest, Vec<Problem>>, Vec<Problem>), CommError> {
+    fn work(&mut self, name: &str) -> Result<(Verified, Vec<Problem>), CommError> {
         let share = (self.comm.rank() as usize, self.comm.world() as usize);
         let (disk, directory) = (self.disk, self.location.join(name));
         let verify = || verify_share(disk, &directory, share);

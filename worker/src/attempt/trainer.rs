@@ -188,7 +188,7 @@ impl Trainer {
         }
         match ended {
             // A read that was not waited for any longer is no failure: the group says why.
-            Err(Stop::Failed(failure)) if failure == DataError::GivenUp.failure() => {
+            Err(Stop::Failed(failure)) if DataError::is_given_up(&failure) => {
                 abort.check()?;
                 Err(Stop::Failed(failure))
             }

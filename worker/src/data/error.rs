@@ -118,6 +118,11 @@ impl DataError {
         }
     }
 
+    /// Whether a failure says only that nobody waits for the data any more, in whatever step.
+    pub(crate) fn is_given_up(failure: &Failure) -> bool {
+        failure.message == DataError::GivenUp.to_string()
+    }
+
     /// As the worker's end.
     pub fn failure(&self) -> Failure {
         if let DataError::Elsewhere(failure) = self {

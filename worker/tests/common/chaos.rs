@@ -4,8 +4,7 @@ use moe_worker::checkpoint::{Effect, Faults};
 use moejob_kernels::philox::philox4x32_10;
 use std::io::{Error, Result};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const ENOENT: i32 = 2;
@@ -119,8 +118,12 @@ impl Chaos {
     /// One of 0.1 to 900 s, as often below 10 s as above.
     fn stumble(&self, number: u32) -> Stumble {
         let [of, from, errno, long] = self.draw(2000 + number);
-        let (of, within) = [(Use::Data, 110), (Use::Restore, 40), (Use::Records, 30)]
-            [of as usize % 3];
+        // Records are tried again half a second later, and commits wait for them.
+        let (of, within) = match of % 8 {
+            0 => (Use::Records, 30),
+            even if even % 2 == 0 => (Use::Restore, 40),
+            _ => (Use::Data, 110),
+        };
         let lasts = 0.1 * 9000_f64.powf(f64::from(long) / f64::from(u32::MAX));
         let lasts = Duration::from_secs_f64(lasts);
         let lasts = if self.real.is_some() { lasts.min(REAL_MAX) } else { lasts };
