@@ -6,8 +6,8 @@
 The first writes what `transformers` finds for each field of each family at a value that matters
 to tests/parity/data/fields.json, which worker/tests/hf_fields.rs reads:
 
-    {"versions": {..}, "bases": {FAMILY: config}, "cases": [{"family": .., "set": {FIELD: VALUE, ..},
-        "without": [FIELD, ..], "loss": X, "refused": FIELD}]}
+    {"versions": {..}, "bases": {FAMILY: config}, "cases": [{"family": ..,
+        "set": {FIELD: VALUE, ..}, "without": [FIELD, ..], "loss": X, "refused": FIELD}]}
 
 A case is its family's base with `set` in it and without `without`. `loss` is the mean
 cross-entropy of TEXT in windows of SEQUENCE tokens, with weights that the names of the tensors
