@@ -345,11 +345,6 @@ impl Work {
                             pause = (2 * pause).min(self.retry * (1 << DOUBLINGS_MAX));
                             continue;
                         }
-                        if self.shared.lock().given_up >= job.step() {
-                            // Its room is needed for a newer one. The next attempt tidies what is
-                            // left here.
-                            let _ = self.disk.remove_directory(&self.identity.staging(job.step()));
-                        }
                         break;
                     }
                 }
@@ -389,6 +384,8 @@ impl Work {
             if state.cancelled || state.closing || state.given_up >= job.step() {
                 if state.given_up >= job.step() {
                     state.progress.trouble = None;
+                    drop(state);
+                    self.identity.clear(&self.disk, job.step());
                 }
                 return false;
             }
