@@ -322,7 +322,15 @@ fn optimizer(
     bed.device.gated_mul(&GatedMul { activation, gate: moment1, up: moment1, out: moment2 });
     let gradient_of = bed.random(gradient, len, 1e-3);
     let gradient_op =
-        GradientNumbers { layout, table, params, gradient: gradient_of, sums, numbers, squares: None };
+        GradientNumbers {
+            layout,
+            table,
+            params,
+            gradient: gradient_of,
+            sums,
+            numbers,
+            squares: None,
+        };
     let op = BucketAdamW {
         beta1: 0.9,
         beta2: 0.95,

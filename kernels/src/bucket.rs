@@ -102,8 +102,8 @@ pub struct GradientNumbers {
     pub sums: Buffer,
     /// Added to: F64 [`StepNumbers::len`]
     pub numbers: Buffer,
-    /// Added to: Pair [1], on a CPU in place of the squared norm among `numbers`, so that its bits do
-    /// not depend on the order of buckets and ranks
+    /// Added to: Pair [1], on a CPU in place of the squared norm among `numbers`, so that its bits
+    /// do not depend on the order of buckets and ranks
     pub squares: Option<Buffer>,
 }
 

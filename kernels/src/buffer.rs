@@ -68,7 +68,8 @@ impl Pair {
     }
 
     pub const fn from_ne_bytes(bytes: [u8; 16]) -> Pair {
-        let [high, low] = [*bytes.first_chunk::<8>().expect("16"), *bytes.last_chunk().expect("16")];
+        let (high, low) = (bytes.first_chunk::<8>(), bytes.last_chunk::<8>());
+        let [high, low] = [*high.expect("16 bytes"), *low.expect("16 bytes")];
         Pair { high: f64::from_ne_bytes(high), low: f64::from_ne_bytes(low) }
     }
 }
@@ -79,8 +80,8 @@ impl From<f64> for Pair {
     }
 }
 
-element!(f32 => F32, f64 => F64, Pair => Pair, half::bf16 => Bf16, half::f16 => F16, i16 => I16, u32 => U32,
-    u8 => U8);
+element!(f32 => F32, f64 => F64, Pair => Pair, half::bf16 => Bf16, half::f16 => F16,
+    i16 => I16, u32 => U32, u8 => U8);
 
 /// Offsets from here on are of the memory of the host that belongs to a device's arena. No device
 /// has as much memory of its own.

@@ -169,7 +169,9 @@ fn ended(words: &[&str]) -> AttemptEnd {
             "the data is unreadable",
             "Look at it.",
         )),
-        ["device"] => AttemptEnd::DeviceFailed { message: "an illegal address".to_string(), own: true },
+        ["device"] => {
+            AttemptEnd::DeviceFailed { message: "an illegal address".to_string(), own: true }
+        }
         _ => panic!("an unknown end: {words:?}"),
     }
 }

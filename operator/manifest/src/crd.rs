@@ -118,8 +118,8 @@ fn compare(path: &str, ours: &Value, served: &Value, found: &mut Vec<String>) {
     }
 }
 
-/// Jobs compute in fp32 at the most exact. What that holds as nothing, or as a number without all its
-/// digits, is another number than was typed: an epsilon of 0 divides by 0.
+/// Jobs compute in fp32 at the most exact. What that holds as nothing, or as a number without all
+/// its digits, is another number than was typed: an epsilon of 0 divides by 0.
 fn held_in_fp32(schema: &mut Value) {
     let is_number = schema["type"] == "number";
     match schema {

@@ -123,10 +123,10 @@ pub struct Types {
     /// Of matrices; of vectors as they are.
     pub gradient: Kind,
     pub sums: Sums,
-    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks, those
-    /// of fp64 in pairs. Then their order changes no bit, and neither does the number of ranks. The gradient of a tied
-    /// table is added up so from two products a micro-batch: that of the head and that of the
-    /// embedding, which different ranks may compute.
+    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks,
+    /// those of fp64 in pairs. Then their order changes no bit, and neither does the number of
+    /// ranks. The gradient of a tied table is added up so from two products a micro-batch: that of
+    /// the head and that of the embedding, which different ranks may compute.
     pub exact: bool,
     /// The loss is multiplied before backward, so that fp16 holds its gradients.
     pub scaled: bool,

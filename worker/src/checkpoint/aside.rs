@@ -1,7 +1,7 @@
 //! Checkpoints that are refused lie aside, under a name that says why, until a person removes them.
 //!
 //! ```text
-//! step-00000020, refused --set_aside--> step-00000020.damaged | step-00000020.newer   at most one each
+//! step-00000020, refused --set_aside--> step-00000020.damaged | step-00000020.newer, one each
 //! ```
 //! What is damaged may be mended from a copy, and what a newer release wrote may be the best state
 //! that there is. So neither is removed here, and neither stands where a run writes.
@@ -11,8 +11,8 @@ use moejob_protocol::checkpoint::directory_name;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What a person can do about checkpoints that no attempt can go on from. Nothing of them is removed
-/// meanwhile.
+/// What a person can do about checkpoints that no attempt can go on from. Nothing of them is
+/// removed meanwhile.
 pub const WAYS_ON: &str = "put back what is damaged, or run the release that wrote what is newer; \
                            to begin at step 0 and keep them, use `moejob run --fresh`, or give the \
                            job another name or another checkpoint.location";

@@ -227,8 +227,8 @@ pub fn claim(disk: &Disk, location: &Path, claim: &Claim) -> Result<(), FenceErr
 }
 
 /// Removes staging of attempts before `attempt`, and moves checkpoints aside that do not count. One
-/// that was moved aside and does count, since its mover was cut off on the way, goes back. Staging of
-/// a step of which something was set aside stays: it may be the other half of that.
+/// that was moved aside and does count, since its mover was cut off on the way, goes back. Staging
+/// of a step of which something was set aside stays: it may be the other half of that.
 ///
 /// # Errors
 /// The first thing that could not be done; the others are done nevertheless.

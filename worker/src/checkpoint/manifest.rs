@@ -212,7 +212,9 @@ pub(crate) fn model_is_sane(model: &moejob_protocol::ModelConfig) -> Result<(), 
         return Err("a model of impossible sizes".to_string());
     }
     match model.rows() {
-        rows if rows > PARAMS_MAX => Err(format!("a model of {rows} tensors, at most {PARAMS_MAX}")),
+        rows if rows > PARAMS_MAX => {
+            Err(format!("a model of {rows} tensors, at most {PARAMS_MAX}"))
+        }
         _ => Ok(()),
     }
 }

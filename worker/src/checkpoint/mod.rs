@@ -101,8 +101,8 @@ impl Refusal {
         self.cause() == Cause::Storage
     }
 
-    /// The gravest of its problems': what storage hides is not known to be damaged, and what a newer
-    /// release wrote may be whole to that.
+    /// The gravest of its problems': what storage hides is not known to be damaged, and what a
+    /// newer release wrote may be whole to that.
     pub fn cause(&self) -> Cause {
         let has = |cause| self.problems.iter().any(|problem| problem.cause == cause);
         let causes = [Cause::Storage, Cause::Newer];

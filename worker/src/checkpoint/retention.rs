@@ -43,8 +43,8 @@ impl Retention {
         self.lock().whole.insert(found.step, is_whole);
     }
 
-    /// Removes what is more than `keep`; gives the steps of those removed. What could not be removed
-    /// is looked at again after the next commit.
+    /// Removes what is more than `keep`; gives the steps of those removed. What could not be
+    /// removed is looked at again after the next commit.
     ///
     /// # Errors
     /// The higher claim, whose attempt may have resumed from what would go.

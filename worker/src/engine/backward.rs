@@ -295,7 +295,7 @@ impl Pass<'_> {
 
     fn embed_backward(&mut self, t: usize, gradients: &Dense, leaf: &Leaf) {
         let (d, vocab) = (self.model.dim(), self.model.config.vocab_size as usize);
-        // A tied head has written its part of the gradient there, unless that is in the sum already.
+        // A tied head has written its part of the gradient, unless that is in the sum already.
         let begins = leaf.tied.is_some() || !self.model.config.tie_word_embeddings;
         if begins && !leaf.accumulate_matrices {
             self.model.device.fill_zero(gradients.embed);

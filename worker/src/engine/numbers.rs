@@ -301,9 +301,9 @@ impl Model {
         });
     }
 
-    /// Ops have added to the rank's numbers themselves, but for the losses of micro-batches. A record
-    /// is 0 but at one rank, so that its sum over ranks is what it was, and losses are summed in the
-    /// order of micro-batches whatever rank had which.
+    /// Ops have added to the rank's numbers themselves, but for the losses of micro-batches. A
+    /// record is 0 but at one rank, so that its sum over ranks is what it was, and losses are
+    /// summed in the order of micro-batches whatever rank had which.
     fn reduce_records(&mut self, links: &mut Links) {
         let numbers = self.buffers.numbers.clone();
         links.all_reduce(&mut self.device, numbers.reduced);

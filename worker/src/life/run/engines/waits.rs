@@ -1,5 +1,6 @@
-//! What a worker tells of ranks that wait for their data, or for storage. It sees that in the memory
-//! that it shares with each engine, also while the engine stands in a read that does not come back.
+//! What a worker tells of ranks that wait for their data, or for storage. It sees that in the
+//! memory that it shares with each engine, also while the engine stands in a read that does not
+//! come back.
 //!
 //! ```text
 //! every tick: waits? stumbles? -> life for the leader's clock, as long as patience lasts
