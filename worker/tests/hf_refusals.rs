@@ -7,6 +7,7 @@ mod fixture;
 use fixture::{Fixture, Layout, Tensor, write_file, write_raw};
 use moe_worker::hf::Weights;
 use moejob_protocol::ModelConfig;
+use moejob_protocol::checkpoint::TENSORS_MAX;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -139,9 +140,9 @@ fn entries_that_lie() {
     header("unknown field", &["unknown field `strides`"], |all| {
         all[EXPERT]["strides"] = json!([1]);
     });
-    header("many", &["more than 100000 tensors"], |all| {
+    header("many", &["more than 786432 tensors"], |all| {
         let entry = json!({ "dtype": "F32", "shape": [0], "data_offsets": [0, 0] });
-        (0..100_001).for_each(|number| all[format!("x{number}")] = entry.clone());
+        (0..=TENSORS_MAX).for_each(|number| all[format!("x{number}")] = entry.clone());
     });
     check("the same name twice", &[FILE, "comes twice"], |at| {
         good().write(at, 1);

@@ -239,22 +239,27 @@ fn a_disk_that_has_room_for_the_last_checkpoint_alone_ends_a_run_with_it() {
 }
 
 /// Attempt 1 stalls in its commit of step 4, right before the effect that `stalls_at` names, while
-/// attempt 2 commits the same step. `prepare` makes what stands there before.
-fn stalled_commit(stalls_at: &'static str, prepare: impl Fn(&Path)) {
+/// attempt 2 commits the same step. `prepare` makes what stands there before: while it is written,
+/// since an attempt that met it at its begin would end.
+fn stalled_commit(stalls_at: &'static str, prepare: impl Fn(&Path) + Send + Sync + 'static) {
     let (hash, _) = undisturbed();
     let mut job = small();
     job.config.checkpoint.every_steps = 4;
     let gate = Gate::default();
     let held = gate.clone();
+    let (location, once) = (job.location(), std::sync::Once::new());
     let disk = faulty(move |effect| {
         let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let writes = |path: &Path| path.to_string_lossy().contains(".a1-step-00000004");
+        if matches!(effect, Effect::Sync(path) if writes(path)) {
+            once.call_once(|| prepare(&location));
+        }
         if matches!(effect, Effect::Rename { to, .. } if name(to).as_deref() == Some(stalls_at)) {
             held.pass();
         }
         Ok(())
     });
     std::fs::create_dir_all(job.location()).expect("a folder");
-    prepare(&job.location());
     let folder = tempfile::tempdir().expect("a folder");
     let mut second = Job { folder, config: job.config.clone() };
     second.config.attempt = 2;
@@ -284,7 +289,6 @@ fn a_commit_that_stalls_replaces_nothing_of_a_newer_attempt() {
         std::fs::write(directory.join("a0-r0-0.safetensors"), "junk").expect("a file");
     };
     stalled_commit("step-00000004", junk);
-    stalled_commit(".aside-a1-step-00000004", junk);
 }
 
 /// The writer outlives the attempt: what it was given is committed, by the attempt that follows.

@@ -61,13 +61,6 @@ pub fn warnings(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         let advice = "the last step has the peak: the rate never falls";
         warn(Code::LearningRate, &path, format!("`{warmup}`"), allowed, advice);
     }
-    let held = job.model.router.warmup_steps;
-    if steps > 0 && held >= steps {
-        let path = "spec.model.router.warmupSteps";
-        let allowed = format!("fewer than training.steps, which is {steps}");
-        let advice = "the experts keep their weights in all steps";
-        warn(Code::Router, path, format!("`{held}`"), allowed, advice);
-    }
     let layers = job.model.num_hidden_layers;
     if let Recompute::Every(together) = training.recompute
         && together > layers

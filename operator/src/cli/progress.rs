@@ -326,6 +326,8 @@ impl Rate {
     /// The first steps of an attempt compile, and touch memory: those that take so many times what
     /// is usual are left out.
     const UNUSUAL: f64 = 4.0;
+    /// What is usual shows in so many readings.
+    const READINGS_MIN: usize = 4;
 
     fn push(&mut self, step: u64, at: Instant) {
         // A replayed step after a recovery starts the measure anew.
@@ -350,6 +352,9 @@ impl Rate {
 
     fn left(&self, steps: u64) -> Option<Duration> {
         let all: Vec<(u64, Instant)> = self.seen.iter().copied().collect();
+        if all.len() < Rate::READINGS_MIN {
+            return None;
+        }
         let each = |pair: &[(u64, Instant)]| {
             (pair[1].1 - pair[0].1).as_secs_f64() / (pair[1].0 - pair[0].0).max(1) as f64
         };
@@ -478,7 +483,9 @@ mod tests {
                 if step % each == 0 || step < 5 {
                     rate.push(step as u64, start + Duration::from_secs_f64(at));
                     let left = rate.left(steps).map(|left| left.as_secs_f64());
-                    found.extend(left.map(|left| left / (whole - at).max(0.05 * whole)));
+                    // At the end a second more or less is no jump.
+                    let least = 0.05 * whole;
+                    found.extend(left.map(|left| left.max(least) / (whole - at).max(least)));
                 }
             }
             found
