@@ -364,10 +364,12 @@ impl Rate {
         let first = all.windows(2).position(|pair| each(pair) <= Rate::UNUSUAL * usual)?;
         let ((first, began), (last, now)) = (all[first], all[all.len() - 1]);
         let (span, done) = (now - began, last - first);
-        if done == 0 || span < Rate::LEAST && done < STEPS_MEASURED as u64 * 256 {
+        if done == 0 {
             return None;
         }
-        Some(span.div_f64(done as f64).mul_f64(steps.saturating_sub(last) as f64))
+        let left = span.div_f64(done as f64).mul_f64(steps.saturating_sub(last) as f64);
+        let is_measured = span >= Rate::LEAST || done >= STEPS_MEASURED as u64 * 256;
+        (is_measured || left < Rate::LEAST).then_some(left)
     }
 }
 
