@@ -458,7 +458,7 @@ fn router_gradient(
 struct Into {
     /// They are added to what is there.
     accumulate: bool,
-    /// What is there are sums of a product of each source.
+    /// The destination holds sums, to which the product of each source is added by itself.
     by_source: bool,
     sources: usize,
     /// Where the rows of each expert begin, and of each source where there are several.
