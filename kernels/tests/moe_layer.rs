@@ -381,7 +381,7 @@ fn a_cpu_says_what_it_has_not() {
         ),
         (
             MoeDesc { weight_gradients: Output::F32, ..base },
-            "weight gradients as F32 of F32: on a CPU they are elements, or sums in fp64 of fp32",
+            "weight gradients as F32 of F32: on a CPU they are elements, or sums",
         ),
         (MoeDesc { sources: 3, ..base }, "10 tokens are no whole number for each of 3 ranks"),
     ] {
