@@ -3,7 +3,7 @@
 
 use crate::spec::MoeJob;
 use kube_core::CustomResourceExt;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// The definition's own name.
 pub const NAME: &str = "moejobs.moejob.dev";
@@ -48,11 +48,19 @@ pub const DEFAULTS: &[(&str, &str)] = &[
 
 /// The definition as JSON, ready for the API server.
 pub fn definition() -> Value {
+    let mut crd = bounded();
+    let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    numbers(&mut schema["properties"]["spec"], bounds_as_rules);
+    crd
+}
+
+/// The definition with the bounds of each field beside it, as the reader of manifests wants them.
+fn bounded() -> Value {
     let mut crd = serde_json::to_value(MoeJob::crd()).unwrap_or(Value::Null);
     let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
     schema["description"] = json!("A mixture-of-experts training job.");
     strict(schema);
-    held_in_fp32(&mut schema["properties"]["spec"]);
+    numbers(&mut schema["properties"]["spec"], held_in_fp32);
     for (path, value) in DEFAULTS {
         let field = path.split('.').fold(&mut schema["properties"]["spec"], |field, name| {
             &mut field["properties"][name]
@@ -81,7 +89,7 @@ pub fn yaml() -> String {
 
 /// The schema of `spec`.
 pub fn spec_schema() -> Value {
-    definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"].take()
+    bounded()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"].take()
 }
 
 /// The fields of ours that a definition as the API server has it would prune, by their paths: it is
@@ -120,22 +128,57 @@ fn compare(path: &str, ours: &Value, served: &Value, found: &mut Vec<String>) {
 
 /// Jobs compute in fp32 at the most exact. What that holds as nothing, or as a number without all
 /// its digits, is another number than was typed: an epsilon of 0 divides by 0.
-fn held_in_fp32(schema: &mut Value) {
+fn held_in_fp32(number: &mut Map<String, Value>) {
+    number.insert("x-kubernetes-validations".to_string(), json!([fp32_rule()]));
+}
+
+/// Bounds of numbers that are no whole ones become rules: the API server tells those of a schema as
+/// whole numbers.
+fn bounds_as_rules(number: &mut Map<String, Value>) {
+    let least = bound(number, "Minimum", [">=", "at least"]);
+    let most = bound(number, "Maximum", ["<=", "at most"]);
+    let rules = number.get_mut("x-kubernetes-validations").and_then(Value::as_array_mut);
+    rules.into_iter().for_each(|rules| rules.extend(least.iter().chain(&most).cloned()));
+}
+
+/// Changes every field that is a number.
+fn numbers(schema: &mut Value, change: fn(&mut Map<String, Value>)) {
     let is_number = schema["type"] == "number";
     match schema {
         Value::Object(fields) => {
             if is_number {
-                let rule = json!({
-                    "rule": format!("self == 0.0 || self >= {FP32_MIN:e}"),
-                    "message": format!("0, or {FP32_MIN:e} or more: fp32 holds nothing smaller"),
-                });
-                fields.insert("x-kubernetes-validations".to_string(), json!([rule]));
+                change(fields);
             }
-            fields.values_mut().for_each(held_in_fp32);
+            fields.values_mut().for_each(|field| numbers(field, change));
         }
-        Value::Array(items) => items.iter_mut().for_each(held_in_fp32),
+        Value::Array(items) => items.iter_mut().for_each(|item| numbers(item, change)),
         _ => {}
     }
+}
+
+fn fp32_rule() -> Value {
+    json!({
+        "rule": format!(
+            "!(self > 0.0 && self < {FP32_MIN:e} || self < 0.0 && self > -{FP32_MIN:e})"
+        ),
+        "message": format!("0, or {FP32_MIN:e} or more: fp32 holds nothing smaller"),
+    })
+}
+
+/// The rule in place of a bound, `Minimum` or `Maximum`, that belongs to what it names and is no
+/// whole number.
+fn bound(
+    fields: &mut Map<String, Value>,
+    end: &str,
+    [sign, words]: [&str; 2],
+) -> Option<Value> {
+    let (name, exclusive) = (end.to_lowercase(), format!("exclusive{end}"));
+    let bound = fields.get(&name)?.as_f64().filter(|bound| bound.fract() != 0.0)?;
+    if fields.get(&exclusive).is_some() {
+        return None;
+    }
+    fields.remove(&name);
+    Some(json!({ "rule": format!("self {sign} {bound}"), "message": format!("{words} {bound}") }))
 }
 
 /// The API server knows int32, int64, float and double alone and warns of any other format. A field

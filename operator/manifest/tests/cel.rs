@@ -3,12 +3,13 @@
 
 #![allow(clippy::disallowed_methods, reason = "the test reads the examples")]
 
+mod manifests;
+
 use kube_cel::Validator;
+use manifests::BASE;
 use moejob_manifest::{Job, crd};
 use serde_json::Value;
 use std::collections::BTreeSet;
-
-const BASE: &str = include_str!("manifests/base.yaml");
 
 fn schema() -> Value {
     crd::definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"].take()
@@ -109,6 +110,18 @@ const CREATED: &[(&str, &str, &str)] = &[
     ("microBatchSize: 2", "microBatchSize: 3", "microBatchSize must divide"),
     ("cosine: {", "linear: {}, cosine: {", "one of constant, linear, cosine"),
     ("3.0e-3", "3.0e-39", "fp32 holds nothing smaller"),
+    ("3.0e-3 }", "3.0e-3, beta2: 1 }", "at most 0.9999999"),
+    (
+        "hiddenSize: 64",
+        "hiddenSize: 64\n    router: { kind: topP, topP: 0.0001 }",
+        "at least 0.001",
+    ),
+    (
+        "hiddenSize: 64",
+        "hiddenSize: 64\n    router: { cosine: { initialTemperature: 0.001 } }",
+        "at least 0.01",
+    ),
+    ("hiddenSize: 64", "hiddenSize: 64\n    router: { inputDropout: 0.95 }", "at most 0.9"),
     ("  checkpoint:", "  volumes: [{ mountPath: a }]\n  checkpoint:", "claim or configMap"),
     ("  checkpoint:", "  parallelism: { expert: none }\n  checkpoint:", "or auto"),
 ];
@@ -221,6 +234,21 @@ fn good_manifests_pass() {
         let job = read(&std::fs::read_to_string(path).unwrap());
         assert_eq!(refused(&job, None), Vec::<String>::new(), "{example}");
     }
+}
+
+/// The table of what is refused has good neighbours, too.
+#[test]
+fn what_the_reader_takes_the_api_server_takes() {
+    let mut taken = 0;
+    for case in manifests::blocks(manifests::TABLE) {
+        let (Some(title), input) = (case.title(), case.input()) else { continue };
+        if Job::read(&input).is_ok() {
+            let found = refused(&read(&String::from_utf8(input).unwrap()), None);
+            assert_eq!(found, Vec::<String>::new(), "{title}");
+            taken += 1;
+        }
+    }
+    assert!(taken > 10, "only {taken} manifests were taken");
 }
 
 #[test]
