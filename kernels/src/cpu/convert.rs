@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::CpuDevice;
+use super::exec::{Isa, lanes_fn};
+use super::{CpuDevice, ELEMENTS_PER_JOB, Float};
 use crate::buffer::{Buffer, DType, Element, Pair};
 use crate::convert::{AddUp, Cast, JoinMaster, SplitMaster, join, split};
 
@@ -14,7 +15,7 @@ impl CpuDevice {
             (DType::F32, DType::Bf16) => self.cast_to(from, to, bf16::from_f32),
             (DType::F32, DType::F16) => self.cast_to(from, to, f16::from_f32),
             (DType::F32, DType::F64) => self.cast_to::<f32, f64>(from, to, f64::from),
-            (DType::F64, DType::F32) => self.cast_to::<f64, f32>(from, to, |x| x as f32),
+            (DType::F64, DType::F32) => self.narrow(from, to),
             (DType::Pair, DType::F64) => self.cast_to(from, to, |x: Pair| x.high),
             (DType::Bf16, DType::F32) => self.cast_to(from, to, bf16::to_f32),
             (DType::F16, DType::F32) => self.cast_to(from, to, f16::to_f32),
@@ -46,8 +47,8 @@ impl CpuDevice {
         match (op.x.dtype(), op.sum.dtype()) {
             (DType::F64, DType::Pair) => self.add_up_of(op, Pair::plus, |x: f64| x.into()),
             (DType::Pair, _) => self.add_up_of(op, Pair::plus, |x: Pair| x),
-            (DType::F64, _) => self.add_up_of(op, |sum, x| sum + x, |x: f64| x),
-            _ => self.add_up_of(op, |sum, x| sum + x, |x: f32| f64::from(x)),
+            (DType::F64, _) => self.add_up_wide::<f64>(op),
+            _ => self.add_up_wide::<f32>(op),
         }
     }
 
@@ -63,6 +64,25 @@ impl CpuDevice {
         for (sum, x) in sums.iter_mut().zip(x) {
             *sum = if op.adds { plus(*sum, widen(*x)) } else { widen(*x) };
         }
+    }
+
+    fn add_up_wide<T: Float>(&mut self, op: &AddUp) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let sums: &mut [f64] = views.write(op.sum);
+        let jobs = sums.chunks_mut(ELEMENTS_PER_JOB).zip(x.chunks(ELEMENTS_PER_JOB)).collect();
+        exec.run(jobs, x.len(), |(sums, x)| match op.adds {
+            true => add_wide(exec.isa, sums, x),
+            false => widen(exec.isa, sums, x),
+        });
+    }
+
+    fn narrow(&mut self, from: Buffer, to: Buffer) {
+        let (mut views, exec) = self.split();
+        let from: &[f64] = views.read(from);
+        let to: &mut [f32] = views.write(to);
+        let jobs = to.chunks_mut(ELEMENTS_PER_JOB).zip(from.chunks(ELEMENTS_PER_JOB)).collect();
+        exec.run(jobs, from.len(), |(to, from)| narrow(exec.isa, to, from));
     }
 
     pub(crate) fn split_master(&mut self, op: &SplitMaster) {
@@ -85,4 +105,28 @@ impl CpuDevice {
             *master = join(weight.to_bits(), *low);
         }
     }
+}
+
+lanes_fn! {
+fn add_wide<T: Float>(sums: &mut [f64], x: &[T]) {
+    for (sum, x) in sums.iter_mut().zip(x) {
+        *sum += x.wide();
+    }
+}
+}
+
+lanes_fn! {
+fn widen<T: Float>(sums: &mut [f64], x: &[T]) {
+    for (sum, x) in sums.iter_mut().zip(x) {
+        *sum = x.wide();
+    }
+}
+}
+
+lanes_fn! {
+fn narrow<T: Float>(to: &mut [T], from: &[f64]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = T::of(*from);
+    }
+}
 }
