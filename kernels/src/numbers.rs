@@ -31,13 +31,15 @@ pub mod record {
 
 /// What a rank's tally holds: sums over its micro-batches and mixture layers.
 pub mod tally {
-    /// See [`crate::StepNumbers`].
+    /// See [`crate::StepNumbers`], where the first four stand in this order, too.
     pub const UNROUTED: usize = 0;
     pub const FOLLOWED: usize = 1;
     pub const SWITCHED: usize = 2;
-    pub const OVERFLOWS: usize = 3;
-    pub const ENTROPIES: usize = 4;
+    pub const ENTROPIES: usize = 3;
+    pub const OVERFLOWS: usize = 4;
     pub const COUNT: usize = 5;
+    /// Those that a router counts.
+    pub const ROUTED: usize = OVERFLOWS;
 }
 
 /// entropy[0] = mean_t -sum_e q ln q, q = p / sum p, tokens ascending. Of a softmax that is
@@ -107,7 +109,7 @@ pub struct AddRouting {
     pub ids: Buffer,
     /// u32 [T]: 0 begins a text
     pub positions: Buffer,
-    /// Added to, F64: [3] of the micro-batch's record, [5] as [`tally`] names them, [E], [E]
+    /// Added to, F64: [3] of the micro-batch's record, the first [4] of [`tally`], [E], [E]
     pub record: Buffer,
     pub tally: Buffer,
     pub loads: Buffer,

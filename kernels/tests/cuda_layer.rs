@@ -229,7 +229,7 @@ fn check_floats(bed: &Bed, desc: &MoeDesc, expected: &Expected, failures: &mut V
 
 /// What lies between the experts' gradients is as it was: poison, or the ones that were there.
 fn check_gaps(bed: &Bed, stacked: [Stacked; 2], sizes: [usize; 2], failures: &mut Vec<String>) {
-    for (Stacked { buffer, stride }, size) in stacked.into_iter().zip(sizes) {
+    for (Stacked { buffer, stride, .. }, size) in stacked.into_iter().zip(sizes) {
         for start in (0..buffer.len() - size).step_by(stride) {
             let gap = bed.floats(buffer.slice(start + size, stride - size));
             let kept = |x: &f64| if bed.gradients.accumulate { *x == 1.0 } else { x.is_nan() };

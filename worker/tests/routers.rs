@@ -72,6 +72,10 @@ fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
         jitter: 0.1,
         ..capacity(1.2, of(RouterKind::TopK, BalanceLoss::Switch))
     };
+    let all_layers = RouterConfig {
+        aux_loss_scope: AuxLossScope::Hf,
+        ..of(RouterKind::TopK, BalanceLoss::Switch)
+    };
     vec![
         ("switch", 1, switch),
         ("gshard", 2, capacity(0.8, of(RouterKind::Gshard, BalanceLoss::Gshard))),
@@ -82,11 +86,16 @@ fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
         ("hash", 2, of(RouterKind::Hash, BalanceLoss::None)),
         ("global", 2, global),
         ("hysteresis", 2, hysteresis),
+        ("all layers", 2, all_layers),
     ]
 }
 
+/// How gradients are summed: each trains every router.
+const SUMS: [fn(Layout) -> Layout; 2] = [|layout| layout, Layout::by_buckets];
+
 fn job(layout: Layout, top_k: u32, router: &RouterConfig) -> Job {
     let mut job = Job::new(layout);
+    job.config.training.compute.combine_each = true;
     job.config.model.router = router.clone();
     job.config.model.experts.per_token = top_k;
     job
@@ -115,31 +124,45 @@ fn last_hash(job: &Job) -> String {
 #[test]
 fn any_mesh_and_any_stop_give_the_same_bits() {
     for (name, top_k, router) in routers() {
-        let one = job(layout(1, 1), top_k, &router);
-        let reports = one.run(&mut trainers(1), None).1;
-        let losses: Vec<f64> = reports.iter().map(|report| report.loss).collect();
-        assert!(losses.len() == 10 && losses[9] < losses[0], "{name}: {losses:?}");
-        assert!(losses.iter().all(|loss| loss.is_finite()), "{name}: {losses:?}");
-        for other in [layout(2, 2), layout(3, 1), layout(3, 3), layout(6, 2)] {
-            let job = job(other.clone(), top_k, &router);
-            let found = job.run(&mut trainers(other.mesh.world()), None).1;
-            assert_eq!(told(&found), told(&reports), "{name}: {other:?}");
-            assert_eq!(last_hash(&job), last_hash(&one), "{name}: {other:?}");
+        let train = |sums: fn(Layout) -> Layout| {
+            train_anywhere(name, &|layout| job(sums(layout), top_k, &router))
+        };
+        let [tree, buckets] = SUMS.map(train);
+        for (step, (a, b)) in tree.iter().zip(&buckets).enumerate() {
+            assert!((a - b).abs() < 1e-5 * a, "{name}: step {}: {a}, in buckets {b}", step + 1);
         }
-        // Stops, another mesh, on from memory.
-        let mut stopped = job(layout(2, 2), top_k, &router);
-        let mut group = trainers(2);
-        let mut found = stopped.run(&mut group, Some(4)).1;
-        let sources = sources(&group, 1, 4, 2);
-        let earlier = std::mem::replace(&mut stopped.config.layout, layout(3, 3));
-        group.push(Trainer::new());
-        stopped.config.attempt = 2;
-        stopped.config.resume =
-            Resume::Memory { step: 4, attempt: 1, layout: earlier, sources };
-        found.extend(stopped.run(&mut group, None).1);
-        assert_eq!(told(&found), told(&reports), "{name}: after a stop");
-        assert_eq!(last_hash(&stopped), last_hash(&one), "{name}: after a stop");
     }
+}
+
+/// The losses, which are the same wherever it trains.
+fn train_anywhere(name: &str, job: &dyn Fn(Layout) -> Job) -> Vec<f64> {
+    let one = job(layout(1, 1));
+    let reports = one.run(&mut trainers(1), None).1;
+    let losses: Vec<f64> = reports.iter().map(|report| report.loss).collect();
+    assert!(losses.len() == 10 && losses[9] < losses[0], "{name}: {losses:?}");
+    assert!(losses.iter().all(|loss| loss.is_finite()), "{name}: {losses:?}");
+    for other in [layout(2, 2), layout(3, 1), layout(3, 3), layout(6, 2)] {
+        let job = job(other.clone());
+        let (ends, found) = job.run(&mut trainers(other.mesh.world()), None);
+        assert!(ends.iter().all(|end| *end == ends[0]), "{name}: {other:?}: {ends:?}");
+        assert_eq!(told(&found), told(&reports), "{name}: {other:?}");
+        assert_eq!(last_hash(&job), last_hash(&one), "{name}: {other:?}");
+    }
+    // Stops, another mesh, on from memory.
+    let mut stopped = job(layout(2, 2));
+    let mut group = trainers(2);
+    let mut found = stopped.run(&mut group, Some(4)).1;
+    let sources = sources(&group, 1, 4, 2);
+    let next = job(layout(3, 3)).config.layout;
+    let earlier = std::mem::replace(&mut stopped.config.layout, next);
+    group.push(Trainer::new());
+    stopped.config.attempt = 2;
+    stopped.config.resume =
+        Resume::Memory { step: 4, attempt: 1, layout: earlier, sources };
+    found.extend(stopped.run(&mut group, None).1);
+    assert_eq!(told(&found), told(&reports), "{name}: after a stop");
+    assert_eq!(last_hash(&stopped), last_hash(&one), "{name}: after a stop");
+    losses
 }
 
 #[test]
@@ -200,6 +223,9 @@ fn checkpoints_of_every_router_are_evaluated() {
         let (first, second) = (measure(), measure());
         assert_eq!(first, second, "{name}");
         let held_out = reports[9].validation_loss.expect("the last step validates");
+        if router.aux_loss_scope == AuxLossScope::Hf {
+            continue;
+        }
         // Nothing of Hugging Face computes these.
         let out = job.folder.path().join("exported");
         let options = moe_worker::hf::Options::default();

@@ -133,11 +133,11 @@ fn scoring(desc: &MoeDesc) -> Scoring {
 
 /// Each expert's [rows, cols] of what lies stacked: weights, or their gradients.
 fn each(stacked: Stacked, desc: &MoeDesc, rows: usize, cols: usize) -> Vec<Buffer> {
-    let Stacked { buffer, stride } = stacked;
+    let Stacked { buffer, stride, gap } = stacked;
     let dtype = buffer.dtype();
     assert!(dtype == desc.element || dtype == desc.gradient_element(), "{stacked:?} of {desc:?}");
     stacked.check(dtype, desc.experts, rows * cols);
-    (0..desc.experts).map(|e| buffer.slice(e * stride, rows * cols)).collect()
+    (0..desc.experts).map(|e| buffer.slice(e * stride, rows * cols + gap)).collect()
 }
 
 /// Each expert's gate (none if not gated) and up of E of [W, D].
@@ -147,7 +147,8 @@ fn gate_and_up(stacked: Stacked, desc: &MoeDesc) -> (Vec<Buffer>, Vec<Buffer>) {
     if !desc.gated {
         return (Vec::new(), both);
     }
-    both.iter().map(|both| (both.slice(0, size), both.slice(size, size))).unzip()
+    let up = size + stacked.gap;
+    both.iter().map(|both| (both.slice(0, size), both.slice(up, size))).unzip()
 }
 
 pub(crate) fn forward(device: &mut Device, op: &MoeForward) {

@@ -92,7 +92,7 @@ impl CpuDevice {
         let drops: &mut [f64] = views.write(op.drops);
         let slots = positions.len() * op.top_k;
         assert_eq!((chosen.len(), ids.len()), (slots, slots), "{op:?}");
-        assert_eq!((losses.len(), record.len(), tally.len()), (3, 3, tally::COUNT), "{op:?}");
+        assert_eq!((losses.len(), record.len(), tally.len()), (3, 3, tally::ROUTED), "{op:?}");
         record.iter_mut().zip(losses).for_each(|(sum, loss)| *sum += loss);
         loads.iter_mut().zip(counts).for_each(|(sum, count)| *sum += f64::from(*count));
         if let Some(dropped) = dropped {
@@ -197,8 +197,8 @@ const TALLIED: [usize; tally::COUNT] = [
     StepNumbers::UNROUTED,
     StepNumbers::FOLLOWED,
     StepNumbers::SWITCHED,
-    StepNumbers::ROUTED_OVERFLOWS,
     StepNumbers::ENTROPIES,
+    StepNumbers::ROUTED_OVERFLOWS,
 ];
 
 /// The correction of an expert after a step in which `count` of `total` slots chose it.

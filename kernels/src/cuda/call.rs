@@ -96,7 +96,7 @@ impl<'a> Call<'a> {
         stacked.check(dtype, experts, rows * cols);
         let stride = stacked.stride / cols;
         // The copy engine permutes 32 rows at a time, and counts rows in 31 bits.
-        let aligned = stacked.stride.is_multiple_of(32 * cols);
+        let aligned = stacked.gap == 0 && stacked.stride.is_multiple_of(32 * cols);
         assert!(aligned && stride * experts <= i32::MAX as usize, "{stacked:?} of rows of {cols}");
         let rows = (experts - 1) * stride + rows;
         (self.matrix(self.arena.address(stacked.buffer), rows, cols), stride as i32)

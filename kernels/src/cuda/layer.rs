@@ -43,16 +43,19 @@ pub struct Stacked {
     /// Elements from one expert's first to the next's: at least a matrix, and on a GPU a multiple
     /// of 32 of its rows. What lies between is neither read nor written.
     pub stride: usize,
+    /// Elements between the last of a gate and the first of its up; on a GPU none.
+    pub gap: usize,
 }
 
 impl Stacked {
     /// `experts` matrices that follow each other.
     pub fn dense(buffer: Buffer, experts: usize) -> Stacked {
-        Stacked { buffer, stride: buffer.len() / experts }
+        Stacked { buffer, stride: buffer.len() / experts, gap: 0 }
     }
 
     /// Checks that `experts` matrices of `size` elements of `dtype` are there.
     pub(crate) fn check(&self, dtype: DType, experts: usize, size: usize) {
+        let size = size + self.gap;
         let ends = self.stride * (experts - 1) + size;
         let right = self.buffer.dtype() == dtype && self.buffer.len() >= ends;
         assert!(right && self.stride >= size, "{self:?} of {experts} x {size} {dtype:?}");

@@ -71,7 +71,7 @@ fn stacked(
         // Whole rows, and 4,096 elements.
         Spread::Bucket => size + 64 * cols,
     };
-    Stacked { buffer: plan.alloc(dtype, (experts - 1) * stride + size), stride }
+    Stacked { buffer: plan.alloc(dtype, (experts - 1) * stride + size), stride, gap: 0 }
 }
 
 impl Bed {

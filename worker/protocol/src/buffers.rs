@@ -111,15 +111,16 @@ pub struct Numbers<B> {
     /// f32 [1]: what the loss is multiplied by where not all targets count: `loss_scale`, times all
     /// targets of the step over those that do.
     pub target_scale: Option<B>,
-    pub balance: Option<StepBalance<B>>,
+    pub balance: Option<WideBalance<B>>,
 }
 
-/// Where the balance is that of the whole step: its statistics, `W` = mixture layers x 5 x E.
+/// Where the balance is of more than one layer of a micro-batch: statistics of a router are 5 x E.
 #[derive(Clone, Debug)]
-pub struct StepBalance<B> {
-    /// [M, W]: of each micro-batch of the step.
-    pub micro_batches: B,
-    /// [W]: their sum.
+pub struct WideBalance<B> {
+    /// Of the whole step [M, mixture layers, 5, E]: of each micro-batch; of all layers of a
+    /// micro-batch [mixture layers, 5, E].
+    pub parts: B,
+    /// [mixture layers, 5, E], or [5, E]: their sum.
     pub sum: B,
 }
 
@@ -168,28 +169,19 @@ pub struct Layer<B> {
 /// What the fused mixture layer keeps: see `Saved` of the kernels.
 #[derive(Clone, Debug)]
 pub struct Fused<B> {
+    pub router: Router<B>,
     /// [R, 2 F], and where a CPU computes [R, F]
     pub h: B,
     pub a: B,
-    /// f32 [T, E], on a CPU scores as well, f32 [T]
-    pub logits: B,
-    pub probs: B,
-    pub lse: B,
-    /// u32 [T, K], f32 [T, K]
-    pub ids: B,
-    pub weights: B,
-    /// u32 [E], [E + 1], [E]
-    pub counts: B,
+    /// u32 [E + 1], [E]
     pub offsets: B,
     pub order: B,
     /// u32 [R], [T, K], f32 [R]
     pub rows: B,
     pub pos: B,
     pub row_weights: B,
-    /// u32 [segments, E], f64 [segments, E], f64 [2]
+    /// u32 [segments, E]
     pub segment_counts: B,
-    pub prob_sums: B,
-    pub losses: B,
     /// [2 E, D]
     pub router_halves: B,
     /// Where experts are shared out over ranks.
@@ -257,22 +249,31 @@ pub struct Gated<B> {
     pub hidden: B,
 }
 
+/// What a router keeps from forward to backward. Floats are statistics.
 #[derive(Clone, Debug)]
-pub struct Moe<B> {
-    /// [T, E], [T, E], [T]
+pub struct Router<B> {
+    /// [T, E], and scores [T, E] unless a GPU chooses in one op
     pub logits: B,
     pub probs: B,
+    /// [T]
     pub lse: B,
     /// u32 [T, K], [T, K]
     pub ids: B,
     pub weights: B,
-    /// The same of slices, K r a token, where experts are cut into some. All below is of slices but
-    /// for what a router counts.
-    pub slices: Option<[B; 2]>,
-    /// u32 [E], f64 [E], f64 [3]: auxiliary loss, z loss, mean entropy
+    /// u32 [E], f64 [E] of each segment, f64 [3]: auxiliary loss, z loss, mean entropy
     pub counts: B,
     pub prob_sums: B,
     pub losses: B,
+    /// What routers beyond dropless top-k keep.
+    pub gate: Option<Gate<B>>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Moe<B> {
+    pub router: Router<B>,
+    /// The same of slices, K r a token, where experts are cut into some. All below is of slices but
+    /// for what a router counts.
+    pub slices: Option<[B; 2]>,
     /// u32 [E + 1], [T * K], [T, K]: where the own tokens' slots lie, by (rank, expert, token).
     pub offsets: B,
     pub rows: B,
@@ -286,21 +287,12 @@ pub struct Moe<B> {
     /// [R, 2 F], [R, F]
     pub h: B,
     pub a: B,
-    /// What routers beyond dropless top-k keep.
-    pub gate: Option<Gate<B>>,
 }
 
 impl<B: Copy> Moe<B> {
     /// Ids and weights of what is computed: of slices where there are some.
     pub fn choices(&self) -> [B; 2] {
-        self.slices.unwrap_or([self.ids, self.weights])
-    }
-}
-
-impl<B: Copy> MoeScratch<B> {
-    /// The gradients of these weights.
-    pub fn choice_dweights(&self) -> B {
-        self.slice_dweights.unwrap_or(self.dweights)
+        self.slices.unwrap_or([self.router.ids, self.router.weights])
     }
 }
 
@@ -379,6 +371,8 @@ pub struct Scratch<B> {
     pub dq_raw: Option<B>,
     pub dk_raw: Option<B>,
     pub moe: Option<MoeScratch<B>>,
+    /// Where a router is no part of the op that computes experts.
+    pub router: Option<RouterScratch<B>>,
     pub dense: Option<Gated<B>>,
     pub spread: Option<SpreadScratch<B>>,
     /// u8: attention, the mixture layer and the head use it in turn.
@@ -401,9 +395,6 @@ pub struct MoeScratch<B> {
     pub counts: B,
     /// u32 [T, K]: experts by where they are computed; only for uneven placements.
     pub ids: B,
-    /// [T, E], [T, K]
-    pub dlogits: B,
-    pub dweights: B,
     /// [T, K r]: of slices, where experts are cut into some.
     pub slice_dweights: Option<B>,
     /// [R, D]: outputs of the experts, and gradients of their inputs.
@@ -414,6 +405,14 @@ pub struct MoeScratch<B> {
     pub dh: B,
     pub a_scaled: B,
     pub travel: Option<Travel<B>>,
+}
+
+/// Gradients of a router that every layer writes anew.
+#[derive(Clone, Debug)]
+pub struct RouterScratch<B> {
+    /// [T, E], [T, K]
+    pub dlogits: B,
+    pub dweights: B,
     pub gate: Option<GateScratch<B>>,
 }
 

@@ -210,7 +210,7 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
         dim: model.hidden_size.into(),
         hidden: experts.intermediate_size.into(),
         experts: experts.count.into(),
-        top_k: experts.per_token.into(),
+        top_k: model.slots().into(),
         segments: match model.router.aux_loss_scope {
             AuxLossScope::Sequence => training.micro_batch_size.into(),
             _ => 1,
@@ -223,7 +223,7 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
     }
     let of_slices = LayerSizes {
         hidden: slices.width.into(),
-        top_k: slices.per_token.into(),
+        top_k: slices.slots.into(),
         width: 2 * u64::from(slices.width),
         ..whole
     };

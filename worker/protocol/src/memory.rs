@@ -309,6 +309,8 @@ pub struct Shape {
     pub buckets: Vec<BucketShape>,
     /// Parts of a micro-batch whose balance is a loss of its own.
     pub segments: u64,
+    /// What experts read of a token is not what its norm gives: some of it is dropped before.
+    pub drops_input: bool,
     /// There are gradients and optimizer state.
     pub trains: bool,
     /// A processor computes.
@@ -374,7 +376,7 @@ impl Shape {
             shuffled: layout.placement != Placement::Contiguous,
             rails: None,
             chunks: 1,
-            formats: training.compute.formats(types.element, model.slices().per_token),
+            formats: training.compute.formats(types.element, model.slices().slots),
             flats,
             dense_depth: depth(rank),
             expert_depths: group.iter().map(|source| depth(*source)).collect(),
@@ -392,6 +394,7 @@ impl Shape {
                 AuxLossScope::Sequence => training.micro_batch_size.into(),
                 _ => 1,
             },
+            drops_input: model.router.input_dropout > 0.0,
             trains: true,
             on_cpu: training.compute.backend == Backend::Cpu,
             offloads: training.compute.offload == Offload::Host
@@ -426,7 +429,7 @@ impl Shape {
     /// Tokens that travel between GPUs do so from where they were made: nothing else is made of
     /// them before, and the own ones lie in one piece among those of the group.
     pub fn leaves_in_place(&self) -> bool {
-        self.chunks == 1 && !self.formats.packs()
+        self.chunks == 1 && !self.formats.packs() && !self.drops_input
     }
 
     /// Through windows, tokens and what becomes of them are read where they lie: they travel as

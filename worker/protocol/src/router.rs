@@ -187,6 +187,14 @@ impl RouterConfig {
         self.beyond_plain().is_none()
     }
 
+    /// What the op of buckets that chooses experts has: dropless top-k, and a balance of each
+    /// micro-batch or sequence. Everything else is a [`Gate`](crate::buffers::Gate).
+    pub fn is_of_one_op(&self) -> bool {
+        let beyond = self.all_beyond_plain();
+        let scope = beyond.is_empty() || beyond == ["auxLossScope"];
+        scope && matches!(self.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence)
+    }
+
     /// The first field that asks for more than that, for a backend that lacks it.
     pub fn beyond_plain(&self) -> Option<&'static str> {
         self.all_beyond_plain().first().copied()

@@ -55,9 +55,9 @@ fn mixture(model: &ModelConfig, tokens: u64, types: &Types) -> u64 {
     let experts = &model.experts;
     let (count, dim) = (u64::from(experts.count), u64::from(model.hidden_size));
     let slices = model.slices();
-    let rows = tokens.saturating_mul(slices.per_token.into());
+    let rows = tokens.saturating_mul(slices.slots.into());
     let row = u64::from(slices.width).max(dim) + dim;
-    let of_token = count.next_multiple_of(8) + 16 * u64::from(slices.per_token);
+    let of_token = count.next_multiple_of(8) + 16 * u64::from(slices.slots);
     let tables = tokens.saturating_mul(of_token);
     // Partial gradients of the router, in at most 66 parts.
     let partial = 66 * count * dim * 4;

@@ -10,8 +10,7 @@ use crate::engine::model::Model;
 use crate::engine::portion::part;
 use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
-use moejob_kernels::numbers::tally;
-use moejob_kernels::{ArenaPlan, Buffer, DType, Device, StepNumbers};
+use moejob_kernels::{ArenaPlan, Buffer, DType, Device};
 use moejob_protocol::buffers::Buffers;
 use moejob_protocol::memory::{CONTEXT_BYTES, Kind, Planner, Rows, Shape};
 use moejob_protocol::model::ModelConfig;
@@ -87,14 +86,6 @@ impl Model {
         match (&self.growing, &self.device) {
             (None, Device::Cuda(_)) => self.shape.worst.routed as usize,
             _ => self.group.room().rows.div_ceil(self.shape.chunks as usize),
-        }
-    }
-
-    /// F64 [1]: where a step, or a validation, counts rows that found no room.
-    pub(crate) fn routed_overflows(&self) -> Buffer {
-        match self.places {
-            Some(_) => self.buffers.numbers.reduced.slice(StepNumbers::ROUTED_OVERFLOWS, 1),
-            None => self.tally().slice(tally::OVERFLOWS, 1),
         }
     }
 }

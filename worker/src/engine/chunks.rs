@@ -29,8 +29,11 @@ pub(crate) struct Chunk {
     pub at: usize,
     /// Own tokens before it.
     pub first: usize,
-    /// The parts that are the chunk's of what belongs to tokens, choices and rows. Choices are
-    /// those of slices from here on.
+    /// Choices of the own tokens, their weights, and the gradients of these: those of slices.
+    pub ids: Buffer,
+    pub weights: Buffer,
+    pub dweights: Buffer,
+    /// The parts that are the chunk's of what belongs to tokens, choices and rows.
     pub moe: Moe<Buffer>,
     pub scratch: MoeScratch<Buffer>,
     before: Before,
@@ -143,10 +146,10 @@ impl Model {
             }
             None => moe.segments,
         };
-        let [ids, weights] = moe.choices();
+        let [ids, weights] = moe.choices().map(|of| own(of, k));
+        let of_experts = self.router_scratch().dweights;
+        let dweights = own(scratch.slice_dweights.unwrap_or(of_experts), k);
         let moe = Moe {
-            ids: own(ids, k),
-            weights: own(weights, k),
             slices: None,
             rows: own(moe.rows, k),
             pos: own(moe.pos, k),
@@ -170,7 +173,6 @@ impl Model {
         });
         let scratch = MoeScratch {
             ids: own(scratch.ids, k),
-            dweights: own(scratch.choice_dweights(), k),
             y: routed(scratch.y, d),
             ds: routed(scratch.ds, 1),
             dh: routed(scratch.dh, 2 * f),
@@ -178,7 +180,8 @@ impl Model {
             travel,
             ..scratch
         };
-        Chunk { round, at: layer * chunks + at, first, moe, scratch, before }
+        let at = layer * chunks + at;
+        Chunk { round, at, first, ids, weights, dweights, moe, scratch, before }
     }
 
     /// What lies before the chunk that follows this one, whose routes are known.
@@ -304,7 +307,7 @@ impl Pass<'_> {
             dim: d,
             y: chunk.returned().0,
             pos: chunk.moe.pos,
-            weights: chunk.moe.weights,
+            weights: chunk.weights,
             residual: Some(mid),
             out,
         };
@@ -319,7 +322,7 @@ impl Pass<'_> {
         let out = self.model.buffers.scratch.dnorm.slice(chunk.first * d, t * d);
         let op = ScatterSum { tokens: t, top_k: k, dim: d, accumulate: false, x, pos, out };
         self.model.device.scatter_sum(&op);
-        let (x, y) = (ds, chunk.scratch.dweights);
+        let (x, y) = (ds, chunk.dweights);
         self.model.device.gather_rows(&GatherRows { rows: t * k, dim: 1, x, index: pos, y });
     }
 

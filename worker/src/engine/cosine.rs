@@ -20,8 +20,8 @@ impl Pass<'_> {
         weights: &DenseLayer,
     ) {
         let (e, d) = (self.model.expert_count(), self.model.dim());
-        let moe = self.model.moe(layer);
-        let kept = moe.gate.and_then(|gate| gate.cosine);
+        let router = self.model.router(layer);
+        let kept = router.gate.and_then(|gate| gate.cosine);
         let (Some(gate), Some(kept)) = (weights.cosine, kept) else { return };
         let width = gate.similarity.len() / e;
         let rows = |buffer: Buffer| buffer.slice(0, t * width);
@@ -37,7 +37,7 @@ impl Pass<'_> {
         let (y, norm) = (kept.similarity, kept.similarity_norm);
         let op = NormalizeRows { rows: e, dim: width, x: gate.similarity, y, norm };
         self.model.device.normalize_rows(&op);
-        let logits = moe.logits.slice(0, t * e);
+        let logits = router.logits.slice(0, t * e);
         self.model.device.matmul(&product(Order::Nt, [t, e, width], normed, y, logits));
         self.model.device.temper(&Temper { temperature: gate.temperature, x: logits });
     }
@@ -50,9 +50,9 @@ impl Pass<'_> {
         gradients: &DenseLayer,
     ) {
         let e = self.model.expert_count();
-        let moe = self.model.moe(layer);
+        let router = self.model.router(layer);
         let weights = self.model.dense.layers[layer].cosine;
-        let kept = moe.gate.and_then(|gate| gate.cosine);
+        let kept = router.gate.and_then(|gate| gate.cosine);
         let scratch = self.model.gate_scratch().cosine;
         let (Some(gate), Some(kept), Some(scratch), Some(gradient)) =
             (weights, kept, scratch, gradients.cosine)
@@ -63,10 +63,10 @@ impl Pass<'_> {
         let rows = |buffer: Buffer| buffer.slice(0, t * width);
         let [d_normed, d_projected, d_similarity] =
             [rows(scratch[0]), rows(scratch[1]), scratch[2]];
-        let dlogits = self.model.moe_scratch().dlogits.slice(0, t * e);
+        let dlogits = self.model.router_scratch().dlogits.slice(0, t * e);
         self.model.device.temper_backward(&TemperBackward {
             temperature: gate.temperature,
-            x: moe.logits.slice(0, t * e),
+            x: router.logits.slice(0, t * e),
             dx: dlogits,
             d_temperature: gradient.temperature,
         });

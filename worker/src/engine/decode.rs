@@ -169,6 +169,7 @@ impl Decoder {
     fn rows(&mut self, ids: &[u32]) {
         let (model, t) = (&mut self.model, ids.len());
         let past = model.past.unwrap_or(0);
+        model.loaded = t;
         let positions: Vec<u32> = (past as u32..(past + t) as u32).collect();
         model.device.write(model.buffers.batch.ids.slice(0, t), ids);
         model.device.write(model.buffers.batch.positions.slice(0, t), &positions);

@@ -70,7 +70,7 @@ impl Model {
                 return Some(format!("the attention of layer {layer}"));
             }
             if let Some(moe) = b.moe {
-                let logits = moe.logits.slice(0, t * self.expert_count());
+                let logits = moe.router.logits.slice(0, t * self.expert_count());
                 if self.first_bad(logits).is_some() {
                     return Some(format!("the router of layer {layer}"));
                 }
@@ -79,7 +79,7 @@ impl Model {
                 }
             }
             if let Some(fused) = b.fused {
-                if self.first_bad(fused.logits).is_some() {
+                if self.first_bad(fused.router.logits).is_some() {
                     return Some(format!("the router of layer {layer}"));
                 }
                 let width = 2 * self.slices().width;

@@ -1,7 +1,12 @@
-//! The mixture layer as one op, where a rank holds all experts of its layers.
+//! The mixture layer where a rank holds all experts of its layers.
 //!
-//! The op routes, computes the experts and combines, and adds its losses and loads to the step's
-//! numbers by itself. What it keeps for backward lies in `Layer::fused`.
+//! ```text
+//! dropless top-k     one op: choose -> place -> experts -> combine, and all of it backwards
+//! any other router   gate (`gate.rs`) -> choices -> place -> experts -> combine
+//! ```
+//! What it keeps for backward lies in `Layer::fused`. Nobody behind a choice knows which router
+//! made it. On GPUs the op adds losses and loads to the step's numbers by itself, else
+//! `recording.rs` does.
 
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
@@ -11,7 +16,10 @@ use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Saved, Weights,
 };
 use moejob_kernels::numbers::record;
-use moejob_kernels::{Buffer, DType, MoeBackward, MoeForward, MoeHidden, RouteGroups};
+use moejob_kernels::{
+    Buffer, DType, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
+    MoeRoute, RouteGroups,
+};
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
 
@@ -31,7 +39,7 @@ pub(crate) fn describe(
         dim: model.hidden_size as usize,
         hidden: experts.intermediate_size as usize,
         experts: experts.count as usize,
-        top_k: experts.per_token as usize,
+        top_k: model.slots() as usize,
         part: false,
         activation: match experts.activation {
             Activation::Silu => MoeActivation::Silu,
@@ -56,11 +64,17 @@ pub(crate) fn describe(
 }
 
 impl Model {
-    /// What the layer's op reads and keeps; `counted`: it adds to the step's numbers.
-    fn moe_tensors(&self, layer: usize, counted: bool) -> Option<MoeTensors> {
+    /// The layer of the tokens of a round.
+    fn layer_of(&self, tokens: usize) -> Option<MoeDesc> {
+        Some(MoeDesc { tokens, ..self.fused? })
+    }
+
+    /// What the layer's ops read and keep of `t` tokens; `counted`: it adds to the step's numbers.
+    fn moe_tensors(&self, layer: usize, t: usize, counted: bool) -> Option<MoeTensors> {
         let b = &self.buffers.layers[layer];
         let stacks = self.stacks[layer]?;
         let dense = &self.dense.layers[layer];
+        let fused = b.fused.as_ref()?;
         let numbers = self.buffers.numbers.reduced;
         let loads = self.numbers.loads(self.mixture_place(layer));
         let numbers = MoeNumbers {
@@ -68,15 +82,16 @@ impl Model {
             loads: numbers.slice(loads.start, loads.len()),
         };
         Some(MoeTensors {
-            x: b.norm2,
-            residual: Some(b.mid),
+            x: self.moe_input(layer, t),
+            residual: Some(b.mid.slice(0, t * self.dim())),
             weights: Weights {
-                router: dense.router?,
+                // A router by itself reads its own weights.
+                router: dense.router.unwrap_or(fused.router.losses.slice(0, 0)),
                 bias: dense.correction,
                 up: stacks.up,
                 down: stacks.down,
             },
-            saved: saved(b.fused.as_ref()?),
+            saved: saved(fused, t, [self.expert_count(), self.top_k()]),
             workspace: self.buffers.scratch.workspace,
             numbers: counted.then_some(numbers),
             loss_scale: self.buffers.numbers.loss_scale,
@@ -84,24 +99,26 @@ impl Model {
     }
 }
 
-fn saved(fused: &Fused<Buffer>) -> Saved {
+/// What is kept of `t` tokens with `K` of `E` experts each.
+fn saved(fused: &Fused<Buffer>, t: usize, [e, k]: [usize; 2]) -> Saved {
+    let router = &fused.router;
     Saved {
         h: fused.h,
         a: fused.a,
-        logits: fused.logits,
-        probs: fused.probs,
-        lse: fused.lse,
-        ids: fused.ids,
-        weights: fused.weights,
-        counts: fused.counts,
+        logits: router.logits.slice(0, t * e),
+        probs: router.probs.slice(0, router.probs.len().min(t * e)),
+        lse: router.lse.slice(0, t),
+        ids: router.ids.slice(0, t * k),
+        weights: router.weights.slice(0, t * k),
+        counts: router.counts,
         offsets: fused.offsets,
         order: fused.order,
         rows: fused.rows,
-        pos: fused.pos,
+        pos: fused.pos.slice(0, t * k),
         row_weights: fused.row_weights,
         segment_counts: fused.segment_counts,
-        prob_sums: fused.prob_sums,
-        losses: fused.losses,
+        prob_sums: router.prob_sums,
+        losses: router.losses.slice(0, 2),
         router_halves: fused.router_halves,
     }
 }
@@ -109,24 +126,73 @@ fn saved(fused: &Fused<Buffer>) -> Saved {
 impl Pass<'_> {
     /// out = mid + the layer; false: this model has its layers in parts.
     pub(crate) fn fused_forward(&mut self, layer: usize, out: Buffer) -> bool {
-        let Some(desc) = self.model.fused else { return false };
-        let counted = matches!(self.round.aim, Aim::Record(_)) && !self.again;
-        let Some(tensors) = self.model.moe_tensors(layer, counted) else { return false };
-        let own = (self.round.tokens > 0).then_some(tensors);
+        let t = self.round.tokens;
+        let Some(desc) = self.model.layer_of(t) else { return false };
+        let recorded = matches!(self.round.aim, Aim::Record(_)) && !self.again;
+        let counted = recorded && !self.model.shape.on_cpu;
+        let Some(tensors) = self.model.moe_tensors(layer, t, counted) else { return false };
+        let own = (t > 0).then_some(tensors);
         if self.model.here.is_some() {
             self.spread_forward(layer, own, out);
             return true;
         }
         let Some(tensors) = own else { return true };
-        self.model.device.moe_forward(&MoeForward { desc, tensors, out });
+        if self.model.plain {
+            self.model.device.moe_forward(&MoeForward { desc, tensors, out });
+            self.record_choices(layer, t);
+            return true;
+        }
+        self.choose(layer, &desc, &tensors);
+        self.place_all(&desc, &tensors);
+        let (desc, each) = (of_experts(&desc), false);
+        self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each });
         true
+    }
+
+    /// The experts of each own token, and what is recorded of that.
+    pub(crate) fn choose(&mut self, layer: usize, desc: &MoeDesc, tensors: &MoeTensors) {
+        let t = self.round.tokens;
+        if self.model.plain {
+            self.model.device.moe_route(&MoeRoute { desc: *desc, tensors: *tensors });
+        } else {
+            self.drop_input(layer, t);
+            self.gate(layer, t);
+        }
+        self.record_choices(layer, t);
+    }
+
+    /// A GPU's op has done so by itself.
+    fn record_choices(&mut self, layer: usize, t: usize) {
+        if self.model.shape.on_cpu || !self.model.plain {
+            self.record_routing(layer, t);
+        }
+    }
+
+    /// Where the rows of each expert lie, all of which are here.
+    fn place_all(&mut self, desc: &MoeDesc, tensors: &MoeTensors) {
+        let (tokens, top_k, saved) = (desc.tokens, desc.top_k, tensors.saved);
+        self.model.device.moe_place(&MoePlace {
+            top_k,
+            tokens,
+            present: 1,
+            ranks: 1,
+            first: 0,
+            locals: desc.experts,
+            room: desc.slots(),
+            overflows: self.model.routed_overflows(),
+            saved,
+        });
     }
 
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
     pub(crate) fn fused_backward(&mut self, layer: usize, leaf: &Leaf) -> bool {
-        let Some(desc) = self.model.fused else { return false };
-        let Some(tensors) = self.model.moe_tensors(layer, false) else { return false };
-        let own = (self.round.tokens > 0).then_some(tensors);
+        let t = self.round.tokens;
+        let Some(desc) = self.model.layer_of(t) else { return false };
+        let Some(tensors) = self.model.moe_tensors(layer, t, false) else { return false };
+        let own = (t > 0).then_some(tensors);
+        if t > 0 && !self.model.plain {
+            self.drop_input(layer, t);
+        }
         if self.model.here.is_some() {
             self.spread_backward(layer, own, leaf);
             return true;
@@ -135,7 +201,7 @@ impl Pass<'_> {
         let (Some(dense), Some(Some(stacks))) = (leaf.dense, leaf.stacks.get(layer)) else {
             return false;
         };
-        let router = dense.layers[layer].router.expect("a mixture layer has a router");
+        let router = dense.layers[layer].router.unwrap_or(tensors.weights.router);
         let gradients = Gradients {
             router,
             up: stacks.up,
@@ -149,8 +215,31 @@ impl Pass<'_> {
             self.model.device.moe_hidden(&MoeHidden { desc, tensors });
             self.mark("hidden again", Some(layer));
         }
-        let (dout, dx) = (self.model.buffers.scratch.dx, self.model.buffers.scratch.dnorm);
-        self.model.device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
+        let size = t * self.model.dim();
+        let scratch = &self.model.buffers.scratch;
+        let (dout, dx) = (scratch.dx.slice(0, size), scratch.dnorm.slice(0, size));
+        if self.model.plain {
+            self.model.device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
+            return true;
+        }
+        let ds = self.model.router_scratch().dweights.slice(0, desc.slots());
+        let (desc, each, up_later) = (of_experts(&desc), false, false);
+        self.model.device.moe_experts_backward(&MoeExpertsBackward {
+            desc,
+            tensors,
+            dout,
+            dx,
+            each,
+            ds,
+            gradients,
+            up_later,
+        });
+        self.gate_backward(layer, t, &dense.layers[layer], ds);
         true
     }
+}
+
+/// The experts of a layer behind a choice that was made.
+fn of_experts(layer: &MoeDesc) -> MoeDesc {
+    MoeDesc { part: true, groups: None, segments: 1, ..*layer }
 }

@@ -16,9 +16,9 @@ use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
     BalanceLoss, BalanceLosses, Buffer, Choice, Gate, GateBackward, Layout as Order, Load,
-    LogitNoise, Mask, MaskRows, Matmul, RouteGroups,
+    LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups,
 };
-use moejob_protocol::buffers::GateScratch;
+use moejob_protocol::buffers::{GateScratch, Router, RouterScratch};
 use moejob_protocol::model::{AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind};
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
@@ -53,8 +53,20 @@ impl Model {
         Some(Draw { seed: noise.seed, step: noise.step, layer: layer as u32, first_token })
     }
 
+    /// What the router of a mixture layer keeps.
+    pub(crate) fn router(&self, layer: usize) -> Router<Buffer> {
+        let layer = &self.buffers.layers[layer];
+        let in_parts = layer.moe.as_ref().map(|moe| &moe.router);
+        let router = in_parts.or(layer.fused.as_ref().map(|fused| &fused.router));
+        router.cloned().expect("a mixture layer")
+    }
+
+    pub(crate) fn router_scratch(&self) -> RouterScratch<Buffer> {
+        self.buffers.scratch.router.clone().expect("a router by itself has scratch memory")
+    }
+
     pub(crate) fn gate_scratch(&self) -> GateScratch<Buffer> {
-        self.moe_scratch().gate.expect("a router with a gate has its memory")
+        self.router_scratch().gate.expect("a router with a gate has its memory")
     }
 
     /// Where the experts and the router read the layer's tokens, [T, D]. What dropout leaves is
@@ -72,20 +84,20 @@ impl Model {
     }
 
     pub(crate) fn gate_buffer_jittered(&self, t: usize) -> Option<Buffer> {
-        let scratch = self.moe_scratch().gate?;
+        let scratch = self.buffers.scratch.router.as_ref()?.gate.as_ref()?;
         Some(scratch.jittered?.slice(0, t * self.dim()))
     }
 
     /// Where the deviations of learned noise lie; none while evaluating.
     pub(crate) fn raw(&self, layer: usize, t: usize) -> Option<Buffer> {
         self.noise?;
-        Some(self.moe(layer).gate?.raw?.slice(0, t * self.expert_count()))
+        Some(self.router(layer).gate?.raw?.slice(0, t * self.expert_count()))
     }
 
     pub(crate) fn gate_op(&self, layer: usize, t: usize) -> Gate {
         let (e, k) = (self.expert_count(), self.top_k());
-        let (moe, config) = (self.moe(layer), &self.config.router);
-        let gate = moe.gate.clone().expect("a router with a gate has its memory");
+        let (router, config) = (self.router(layer), &self.config.router);
+        let gate = router.gate.clone().expect("a router with a gate has its memory");
         let segments = self.segments(t);
         let factor = match self.noise {
             Some(_) => config.capacity_factor,
@@ -122,21 +134,21 @@ impl Model {
                 _ => Load::None,
             },
             draw: self.draw(layer),
-            logits: moe.logits.slice(0, t * e),
+            logits: router.logits.slice(0, t * e),
             bias: self.dense.layers[layer].correction,
             words: self.buffers.batch.ids.slice(0, t),
             positions: self.buffers.batch.positions.slice(0, t),
             noisy: gate.noisy.slice(0, t * e),
-            probs: moe.probs.slice(0, t * e),
-            lse: moe.lse.slice(0, t),
+            probs: router.probs.slice(0, t * e),
+            lse: router.lse.slice(0, t),
             chosen: gate.chosen.slice(0, t * k),
-            ids: moe.ids.slice(0, t * k),
-            weights: moe.weights.slice(0, t * k),
+            ids: router.ids.slice(0, t * k),
+            weights: router.weights.slice(0, t * k),
             first: gate.first.slice(0, t),
-            counts: moe.counts,
+            counts: router.counts,
             dropped: gate.dropped,
             stats: gate.stats.slice(0, segments * row::COUNT * e),
-            losses: moe.losses.slice(1, 2),
+            losses: router.losses.slice(1, 2),
         }
     }
 
@@ -176,13 +188,16 @@ impl Model {
         let width = row::COUNT * experts;
         let loss = balance_loss(self.config.router.balance_loss);
         let (tokens, stats) = match &self.buffers.numbers.balance {
+            Some(of_layers) if self.has_one_balance() => {
+                (t * self.mixture.len(), of_layers.sum)
+            }
             Some(of_step) => {
                 let tokens = self.shape.tokens as usize * self.shape.micro_batches as usize;
                 (tokens, of_step.sum.slice(self.mixture_place(layer) * width, width))
             }
             None => (t / segments, self.gate_op(layer, t).stats),
         };
-        let value = self.moe(layer).losses.slice(0, 1);
+        let value = self.router(layer).losses.slice(0, 1);
         let gradient =
             gradient.map(|(into, factor)| (into.slice(0, stats.len() / row::COUNT * 3), factor));
         BalanceLosses { loss, tokens, experts, stats, value, gradient }
@@ -223,12 +238,20 @@ impl Pass<'_> {
         jittered
     }
 
-    /// Logits, choice and statistics of the layer's tokens.
-    pub(crate) fn gate(&mut self, layer: usize, t: usize) {
+    /// Logits, choice and statistics of the layer's tokens. What pads the last of a round's tokens
+    /// takes no part, and has no expert.
+    pub(crate) fn gate(&mut self, layer: usize, computed: usize) {
+        let t = self.model.loaded.min(computed);
+        if t < computed {
+            let ids = self.model.router(layer).ids;
+            let k = self.model.top_k();
+            let empty = vec![NO_EXPERT; (computed - t) * k];
+            self.model.device.write(ids.slice(t * k, empty.len()), &empty);
+        }
         let (e, d) = (self.model.expert_count(), self.model.dim());
         let x = self.router_input(layer, t);
         let weights = self.model.dense.layers[layer].clone();
-        let logits = self.model.moe(layer).logits.slice(0, t * e);
+        let logits = self.model.router(layer).logits.slice(0, t * e);
         if weights.cosine.is_some() {
             self.cosine_logits(layer, t, x, &weights);
         } else if let Some(router) = weights.router {
@@ -243,14 +266,19 @@ impl Pass<'_> {
     }
 
     /// Gradients of the router's weights, and dnorm += what flows through its input; dnorm is that
-    /// of the layer's input then, before its dropout.
-    pub(crate) fn gate_backward(&mut self, layer: usize, t: usize, gradients: &DenseLayer) {
+    /// of the layer's input then, before its dropout. `dweights` [T, K] are those of choices.
+    pub(crate) fn gate_backward(
+        &mut self,
+        layer: usize,
+        t: usize,
+        gradients: &DenseLayer,
+        dweights: Buffer,
+    ) {
         let (e, d) = (self.model.expert_count(), self.model.dim());
         if self.model.config.router.kind != RouterKind::Hash {
             let x = self.router_input(layer, t);
-            self.gate_gradient(layer, t);
-            let scratch = self.model.moe_scratch();
-            let dlogits = scratch.dlogits.slice(0, t * e);
+            self.gate_gradient(layer, t, dweights);
+            let dlogits = self.model.router_scratch().dlogits.slice(0, t * e);
             let weights = self.model.dense.layers[layer].clone();
             let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
             if weights.cosine.is_some() {
@@ -304,15 +332,18 @@ impl Pass<'_> {
     }
 
     /// dlogits (and those of learned noise) from the weights' gradients and the losses.
-    fn gate_gradient(&mut self, layer: usize, t: usize) {
+    fn gate_gradient(&mut self, layer: usize, t: usize, dweights: Buffer) {
         let (e, k) = (self.model.expert_count(), self.model.top_k());
         let config = &self.model.config.router;
-        let whole_step = config.aux_loss_scope == AuxLossScope::Global;
-        // A loss of the step is there once, not once a micro-batch.
-        let times = if whole_step { f64::from(self.model.shape.micro_batches) } else { 1.0 };
+        // A loss of the step is there once, not once a micro-batch; and one of all layers once.
+        let times = match config.aux_loss_scope {
+            AuxLossScope::Global => f64::from(self.model.shape.micro_batches),
+            AuxLossScope::Hf => self.model.mixture.len() as f64,
+            AuxLossScope::MicroBatch | AuxLossScope::Sequence => 1.0,
+        };
         let factor = config.aux_loss_coef * self.model.router_scale * times;
         let (z, entropy) = (config.z_loss_coef, config.entropy_loss_coef);
-        let (scratch, gate) = (self.model.moe_scratch(), self.model.gate_scratch());
+        let (scratch, gate) = (self.model.router_scratch(), self.model.gate_scratch());
         let balance = self.model.balance_op(layer, t, Some((gate.dstats, factor)));
         self.model.device.balance_losses(&balance);
         let learned = self.model.raw(layer, t).is_some();
@@ -320,7 +351,7 @@ impl Pass<'_> {
             forward: self.model.gate_op(layer, t),
             z_coef: z * self.model.router_scale,
             entropy_coef: entropy * self.model.router_scale,
-            dweights: scratch.dweights.slice(0, t * k),
+            dweights: dweights.slice(0, t * k),
             dstats: balance.gradient.map_or(gate.dstats, |(into, _)| into),
             dlogits: scratch.dlogits.slice(0, t * e),
             d_raw: gate.d_raw.filter(|_| learned).map(|d_raw| d_raw.slice(0, t * e)),

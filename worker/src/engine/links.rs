@@ -25,6 +25,7 @@ mod host;
 mod ledger;
 mod meet;
 mod nccl;
+mod needed;
 mod packing;
 mod parcels;
 mod peer;

@@ -185,8 +185,9 @@ impl Engine {
         told("its memory");
         let links = match training.compute.backend {
             Backend::Cpu => match config.exchange {
-                Exchange::Flat => Links::new(comm),
-                Exchange::Hierarchical => Links::new(comm).in_stages(ranks),
+                // Nothing is beside what processors compute: the fewer exchanges, the better.
+                Exchange::Flat => Links::new(comm).one_by_one(),
+                Exchange::Hierarchical => Links::new(comm).one_by_one().in_stages(ranks),
             },
             Backend::Cuda => {
                 let aside = model.places.as_ref().and_then(aside);

@@ -61,8 +61,10 @@ pub struct Model {
     pub(crate) numbers: Numbers,
     /// Layers with experts.
     pub(crate) mixture: Vec<usize>,
-    /// Dropless top-k, which one fused op computes; else `gate.rs`.
+    /// One op chooses experts, else `gate.rs`.
     pub(crate) plain: bool,
+    /// Tokens that were loaded; what is computed beside them pads kernels of one size.
+    pub(crate) loaded: usize,
     pub(crate) noise: Option<Noise>,
     /// In so many chunks tokens travel between processors, at most in those of `shape`.
     pub(crate) chunks: usize,
@@ -182,7 +184,11 @@ impl Model {
             numbers: Numbers::new(config, layout, &params, rank, counts, count),
             group,
             mixture,
-            plain: config.router.is_plain(),
+            plain: match shape.types.sums {
+                Sums::Tree => config.router.is_plain(),
+                Sums::Buckets => config.router.is_of_one_op(),
+            },
+            loaded: 0,
             noise: None,
             chunks: shape.chunks as usize,
             past: None,
@@ -238,12 +244,17 @@ impl Model {
     /// sequence: attention reaches back so far, and positions count from there.
     pub fn load_documents(&mut self, ids: &[u32], targets: &[u32], starts: Option<&[u32]>) {
         let missing = self.computed_together(ids.len()) - ids.len();
+        self.loaded = ids.len();
         if missing > 0 {
             let padded = |of: &[u32], with| [of, &vec![with; missing]].concat();
             let starts = starts.map(|starts| padded(starts, 0));
             let (ids, targets) = (padded(ids, 0), padded(targets, IGNORE));
-            return self.load_documents(&ids, &targets, starts.as_deref());
+            return self.write_batch(&ids, &targets, starts.as_deref());
         }
+        self.write_batch(ids, targets, starts);
+    }
+
+    fn write_batch(&mut self, ids: &[u32], targets: &[u32], starts: Option<&[u32]>) {
         let batch = &self.buffers.batch;
         self.device.write(batch.ids.slice(0, ids.len()), ids);
         self.device.write(batch.targets.slice(0, targets.len()), targets);
@@ -275,10 +286,12 @@ impl Model {
         }
     }
 
-    /// Tokens that are computed where `tokens` are wanted: kernels of mixture layers that are one
-    /// op are made for a whole micro-batch, so that the rest is padding without targets.
+    /// Tokens that are computed where `tokens` are wanted. A GPU's kernels of mixture layers are
+    /// made for a whole micro-batch, and ranks that share experts have equal parts of the memory in
+    /// which tokens meet: the rest is padding without targets.
     pub(crate) fn computed_together(&self, tokens: usize) -> usize {
-        if self.places.is_some() { self.shape.tokens as usize } else { tokens }
+        let any = self.places.is_none() || (self.shape.on_cpu && self.here.is_none());
+        if any { tokens } else { self.shape.tokens as usize }
     }
 
     /// Where attention of the loaded tokens begins; none when each sequence is one document.

@@ -59,7 +59,7 @@ impl Model {
 
     /// u32 [E] of each mixture layer
     pub(crate) fn all_counts(&self) -> Vec<Buffer> {
-        self.mixture.iter().map(|layer| self.moe(*layer).counts).collect()
+        self.mixture.iter().map(|layer| self.router(*layer).counts).collect()
     }
 }
 
@@ -106,8 +106,8 @@ impl Pass<'_> {
 
     fn route(&mut self, layer: usize, t: usize) {
         let (e, k, d) = (self.model.expert_count(), self.model.top_k(), self.model.dim());
-        let moe = self.model.moe(layer);
-        let logits = moe.logits.slice(0, t * e);
+        let kept = self.model.router(layer);
+        let logits = kept.logits.slice(0, t * e);
         let router = self.model.dense.layers[layer].router.expect("a mixture layer has a router");
         let (layout, accumulate) = (Order::Nt, false);
         let (a, b, c) = (self.model.buffers.layers[layer].norm2.slice(0, t * d), router, logits);
@@ -127,20 +127,20 @@ impl Pass<'_> {
             groups: (config.groups > 1).then_some(groups),
             logits,
             bias: self.model.dense.layers[layer].correction,
-            probs: moe.probs.slice(0, t * e),
-            lse: moe.lse.slice(0, t),
-            ids: moe.ids.slice(0, t * k),
-            weights: moe.weights.slice(0, t * k),
-            counts: moe.counts,
-            prob_sums: moe.prob_sums,
-            losses: moe.losses.slice(0, 2),
+            probs: kept.probs.slice(0, t * e),
+            lse: kept.lse.slice(0, t),
+            ids: kept.ids.slice(0, t * k),
+            weights: kept.weights.slice(0, t * k),
+            counts: kept.counts,
+            prob_sums: kept.prob_sums,
+            losses: kept.losses.slice(0, 2),
         };
         self.model.device.route(&op);
     }
 
     /// Sorts the own slots by (rank that computes, expert, token).
     pub(crate) fn place(&mut self, layer: usize, chunk: &Chunk) {
-        let (moe, mut ids) = (&chunk.moe, chunk.moe.ids);
+        let (moe, mut ids) = (&chunk.moe, chunk.ids);
         if let Some(routes) = &moe.routes
             && self.model.group.layers[layer].is_shuffled()
         {
@@ -165,7 +165,7 @@ impl Pass<'_> {
     fn weights_to_rows(&mut self, chunk: &Chunk) {
         let (rows, moe) = (chunk.moe.pos.len(), &chunk.moe);
         let y = moe.row_weights.slice(0, rows);
-        let (dim, x, index) = (1, moe.weights, moe.pos);
+        let (dim, x, index) = (1, chunk.weights, moe.pos);
         self.model.device.scatter_rows(&ScatterRows { rows, dim, x, index, y });
     }
 
@@ -206,7 +206,7 @@ impl Pass<'_> {
             sources: &sources,
             rooms,
             all_ids: travel.all_ids,
-            ids: moe.ids,
+            ids: chunk.ids,
             owner: routes.owner,
             local: routes.local,
             first: routes.first,
@@ -316,7 +316,8 @@ impl Pass<'_> {
             let gradient = gradients.router.expect("a mixture layer has a router");
             self.route_backward(layer, t, gradient);
         } else {
-            self.gate_backward(layer, t, gradients);
+            let dweights = self.model.router_scratch().dweights;
+            self.gate_backward(layer, t, gradients, dweights);
         }
     }
 
@@ -412,14 +413,14 @@ impl Pass<'_> {
     /// The router's gradient, and dnorm += what flows through its logits.
     fn route_backward(&mut self, layer: usize, t: usize, gradient: Buffer) {
         let (e, k, d) = (self.model.expert_count(), self.model.top_k(), self.model.dim());
-        let (moe, scratch) = (self.model.moe(layer), self.model.moe_scratch());
+        let (kept, scratch) = (self.model.router(layer), self.model.router_scratch());
         let dlogits = scratch.dlogits.slice(0, t * e);
         let config = &self.model.config.router;
         let mut aux_coef = config.aux_loss_coef * self.model.router_scale;
-        let mut counts = moe.counts;
+        let mut counts = kept.counts;
         if config.aux_loss_scope == AuxLossScope::Hf {
             aux_coef /= self.model.mixture.len() as f64;
-            counts = scratch.counts.slice(0, e);
+            counts = self.model.moe_scratch().counts.slice(0, e);
         }
         let op = RouteBackward {
             tokens: t,
@@ -430,10 +431,10 @@ impl Pass<'_> {
             scale: config.scale,
             aux_coef,
             z_coef: config.z_loss_coef * self.model.router_scale,
-            logits: moe.logits.slice(0, t * e),
-            probs: moe.probs.slice(0, t * e),
-            lse: moe.lse.slice(0, t),
-            ids: moe.ids.slice(0, t * k),
+            logits: kept.logits.slice(0, t * e),
+            probs: kept.probs.slice(0, t * e),
+            lse: kept.lse.slice(0, t),
+            ids: kept.ids.slice(0, t * k),
             counts,
             dweights: scratch.dweights.slice(0, t * k),
             dlogits,

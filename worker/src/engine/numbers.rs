@@ -34,6 +34,10 @@ const _: () = {
     assert!(moejob_kernels::balance::row::COUNT as u64 == STATISTICS);
     assert!(moejob_kernels::BucketBlock::WORDS as u64 == BLOCK_WORDS);
     assert!(StepControl::LEN as u64 == CONTROL_NUMBERS);
+    // What routers count is added to the numbers of a step, or to a rank's part of them.
+    assert!(StepNumbers::FOLLOWED == StepNumbers::UNROUTED + tally::FOLLOWED);
+    assert!(StepNumbers::SWITCHED == StepNumbers::UNROUTED + tally::SWITCHED);
+    assert!(StepNumbers::ENTROPIES == StepNumbers::UNROUTED + tally::ENTROPIES);
 };
 
 /// The classes of StepParams: tensors that decay, tensors that do not, experts, all of which decay.
@@ -210,28 +214,46 @@ impl Model {
         (self.buffers.numbers.parts, self.numbers.parts[self.numbers.me])
     }
 
-    /// F64 [5]: of the own micro-batch `at`.
+    /// F64 [5]: of the own micro-batch `at`, which in buckets is the one that is computed.
     pub(crate) fn record(&self, at: usize) -> Buffer {
+        if self.places.is_some() {
+            return self.buffers.numbers.record;
+        }
         let (parts, part) = self.own_part();
         parts.slice(part.record(at), record::COUNT)
     }
 
     /// F64 [2]: where the own micro-batch `at` adds its cross-entropies and how many they are.
     pub(crate) fn loss_numbers(&self, at: usize) -> Buffer {
-        match self.places {
-            Some(_) => self.buffers.numbers.record.slice(record::LOSS, 2),
-            None => self.record(at).slice(record::LOSS, 2),
-        }
+        self.record(at).slice(record::LOSS, 2)
     }
 
-    /// F64 [5]
+    /// F64 [4]: what routers count.
     pub(crate) fn tally(&self) -> Buffer {
+        if self.places.is_some() {
+            return self.buffers.numbers.reduced.slice(StepNumbers::UNROUTED, tally::ROUTED);
+        }
         let (parts, part) = self.own_part();
-        parts.slice(part.tally(), tally::COUNT)
+        parts.slice(part.tally(), tally::ROUTED)
+    }
+
+    /// F64 [1]: where a step, or a validation, counts rows that found no room.
+    pub(crate) fn routed_overflows(&self) -> Buffer {
+        if self.places.is_some() {
+            return self.buffers.numbers.reduced.slice(StepNumbers::ROUTED_OVERFLOWS, 1);
+        }
+        let (parts, part) = self.own_part();
+        parts.slice(part.tally() + tally::OVERFLOWS, 1)
     }
 
     /// F64 [E] each: loads and drops of the `at`-th mixture layer.
     pub(crate) fn load_counts(&self, at: usize) -> [Buffer; 2] {
+        if self.places.is_some() {
+            let dropped = self.numbers.layout.dropped().start - self.numbers.layout.loads().start;
+            let loads = self.numbers.loads(at);
+            let numbers = self.buffers.numbers.reduced;
+            return [0, dropped].map(|behind| numbers.slice(loads.start + behind, loads.len()));
+        }
         let (parts, part) = self.own_part();
         let (experts, first) = (self.expert_count(), part.tally() + tally::COUNT);
         [0, part.loads].map(|table| parts.slice(first + table + at * experts, experts))
@@ -306,10 +328,9 @@ impl Model {
     /// summed in the order of micro-batches whatever rank had which.
     fn reduce_records(&mut self, links: &mut Links) {
         let numbers = self.buffers.numbers.clone();
-        links.all_reduce(&mut self.device, numbers.reduced);
-        links.all_reduce(&mut self.device, numbers.parts);
+        let all = [numbers.reduced, numbers.parts].into_iter().chain(numbers.squares);
+        links.all_reduce(&mut self.device, &all.collect::<Vec<_>>());
         if let Some(squares) = numbers.squares {
-            links.all_reduce(&mut self.device, squares);
             let to = numbers.reduced.slice(StepNumbers::SQUARED_NORM, 1);
             self.device.cast(&Cast { from: squares, to });
         }
@@ -317,6 +338,8 @@ impl Model {
         const LOSSES: usize = record::ENTROPY;
         let to = numbers.reduced.slice(StepNumbers::LOSS, LOSSES);
         self.device.copy(numbers.records.slice(record::LOSS, LOSSES), to);
+        let to = numbers.reduced.slice(StepNumbers::ENTROPY, 1);
+        self.device.copy(numbers.records.slice(record::ENTROPY, 1), to);
     }
 
     /// Decides on the device whether the step changes weights, by the numbers of all ranks.

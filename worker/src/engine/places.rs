@@ -46,6 +46,7 @@ pub(crate) struct Places {
 #[derive(Clone, Debug)]
 struct SharedBucket {
     holders: Arc<[u32]>,
+    len: usize,
     /// Which of the held ones it is.
     held: Option<usize>,
     convoy: usize,
@@ -79,7 +80,8 @@ impl Places {
             let held = bucket.holders.binary_search(&rank).is_ok();
             let held = if held { next.next() } else { None };
             let convoy = beside::convoy_of(bucket.kind, layers);
-            SharedBucket { holders: bucket.holders.clone(), held, convoy }
+            let (holders, len) = (bucket.holders.clone(), bucket.len as usize);
+            SharedBucket { holders, len, held, convoy }
         };
         let shared = all.buckets.iter().map(of);
         let shared = shared.filter(|shared| shared.holders.len() > 1).collect();
@@ -135,13 +137,13 @@ impl Places {
             let bucket = &self.buckets[at];
             let stride = bucket.expert_stride(MATRICES)? as usize;
             let [gate, up, down] = bucket.spans.first_chunk::<MATRICES>()?;
-            assert_eq!(gate.start + gate.len, up.start, "widths of experts are multiples of 64");
             let all = part(&memory[at]);
-            let from = |start: u64| {
-                let start = start as usize;
-                Stacked { buffer: all.slice(start, all.len() - start), stride }
+            let from = |start: u64, gap: u64| {
+                let (start, gap) = (start as usize, gap as usize);
+                Stacked { buffer: all.slice(start, all.len() - start), stride, gap }
             };
-            Some(ExpertStacks { up: from(gate.start), down: from(down.start) })
+            let gap = up.start - (gate.start + gate.len);
+            Some(ExpertStacks { up: from(gate.start, gap), down: from(down.start, 0) })
         };
         (0..layers).map(of_layer).collect()
     }
@@ -174,8 +176,10 @@ impl Places {
         let all = self.shared.iter();
         let all = all.filter(|shared| convoy.is_none_or(|convoy| convoy == shared.convoy));
         let all = all.filter(|shared| shared.held.and_then(&turn).is_none());
-        let of = |shared: &SharedBucket| shared.held.map(&part);
-        all.map(|shared| Shared { holders: &shared.holders, buffer: of(shared) }).collect()
+        let of = |shared: &'_ SharedBucket| shared.held.map(&part);
+        let of = all.map(|shared| (shared, of(shared)));
+        of.map(|(SharedBucket { holders, len, .. }, buffer)| Shared { holders, len: *len, buffer })
+            .collect()
     }
 
     /// The held buckets of a convoy.

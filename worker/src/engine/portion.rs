@@ -149,7 +149,7 @@ impl Portion {
     /// What the experts here read and keep.
     pub fn tensors(&self, model: &Model, layer: usize) -> MoeTensors {
         let b = model.buffers.layers[layer].fused.as_ref().expect("a mixture layer");
-        let none = b.losses.slice(0, 0);
+        let none = b.router.losses.slice(0, 0);
         let stacks = model.stacks[layer].expect("a mixture layer has experts");
         let spread = &self.spread;
         MoeTensors {

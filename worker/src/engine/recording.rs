@@ -4,16 +4,25 @@ use crate::engine::forward::Pass;
 use crate::engine::round::Aim;
 use moejob_kernels::balance::row;
 use moejob_kernels::numbers::record;
-use moejob_kernels::{AddRouting, Buffer, ConcatenatedBalance, RouteEntropy};
+use moejob_kernels::{Add, AddRouting, Buffer, ConcatenatedBalance, RouteEntropy, SumRows};
 use moejob_protocol::model::Scoring;
 
 impl Pass<'_> {
     /// What the round's aim keeps of the routing of a layer.
     pub(crate) fn record_routing(&mut self, layer: usize, t: usize) {
+        let of_layers = self.model.has_one_balance() && self.model.places.is_some();
+        if of_layers && !self.again {
+            self.keep_statistics(layer, t, self.model.mixture_place(layer));
+        }
         match self.round.aim {
             _ if self.again => {}
             Aim::Activations => {}
-            Aim::Statistics(at) => self.keep_statistics(layer, t, at),
+            Aim::Statistics(at) => {
+                let (count, layers) = (self.model.shape.micro_batches, self.model.mixture.len());
+                let first = self.model.layout.mesh.micro_batches(self.model.rank, count).start;
+                let place = (first as usize + at) * layers + self.model.mixture_place(layer);
+                self.keep_statistics(layer, t, place);
+            }
             Aim::Record(at) => self.add_routing(layer, t, at),
         }
     }
@@ -24,23 +33,39 @@ impl Pass<'_> {
         if !self.model.has_one_balance() {
             return;
         }
+        if self.model.places.is_some() {
+            return self.add_balance_of_layers(at);
+        }
         let model = &mut *self.model;
         let sums: Vec<Buffer> =
-            model.mixture.iter().map(|layer| model.moe(*layer).prob_sums).collect();
+            model.mixture.iter().map(|layer| model.router(*layer).prob_sums).collect();
         let value = model.record(at).slice(record::AUX, 1);
         let (tokens, counts) = (self.round.tokens, model.all_counts());
         let op = ConcatenatedBalance { tokens, counts: &counts, prob_sums: &sums, value };
         model.device.concatenated_balance(&op);
     }
 
-    fn keep_statistics(&mut self, layer: usize, t: usize, at: usize) {
+    /// The balance of all layers, from the statistics of each, counts once a layer.
+    fn add_balance_of_layers(&mut self, at: usize) {
+        let model = &mut *self.model;
+        let Some(balance) = model.buffers.numbers.balance.clone() else { return };
+        let (t, layers) = (self.round.tokens, model.mixture.clone());
+        if t == 0 {
+            return;
+        }
+        model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
+        let a = model.record(at).slice(record::AUX, 1);
+        let op = model.balance_op(layers[0], t, None);
+        model.device.balance_losses(&op);
+        layers.iter().for_each(|_| model.device.add(&Add { a, b: op.value }));
+    }
+
+    /// Of a layer, at a place among those that are summed.
+    fn keep_statistics(&mut self, layer: usize, t: usize, place: usize) {
         let model = &mut *self.model;
         let Some(balance) = &model.buffers.numbers.balance else { return };
         let width = row::COUNT * model.expert_count();
-        let count = model.shape.micro_batches;
-        let first = model.layout.mesh.micro_batches(model.rank, count).start as usize;
-        let place = (first + at) * model.mixture.len() + model.mixture_place(layer);
-        let into = balance.micro_batches.slice(place * width, width);
+        let into = balance.parts.slice(place * width, width);
         let stats = model.gate_op(layer, t).stats;
         model.device.copy(stats, into);
     }
@@ -49,27 +74,30 @@ impl Pass<'_> {
     fn add_routing(&mut self, layer: usize, t: usize, at: usize) {
         let model = &mut *self.model;
         let (experts, top_k) = (model.expert_count(), model.top_k());
-        let moe = model.moe(layer);
+        let kept = model.router(layer);
         if model.plain {
             model.device.route_entropy(&RouteEntropy {
                 experts,
                 softmax: model.config.router.scoring == Scoring::Softmax,
-                probs: moe.probs.slice(0, t * experts),
-                logits: moe.logits.slice(0, t * experts),
-                lse: moe.lse.slice(0, t),
-                entropy: moe.losses.slice(2, 1),
+                probs: kept.probs.slice(0, t * experts),
+                logits: kept.logits.slice(0, t * experts),
+                lse: kept.lse.slice(0, t),
+                entropy: kept.losses.slice(2, 1),
             });
+        } else if model.has_one_balance() {
+            // It is known when all layers are.
+            model.device.fill_zero(kept.losses.slice(0, 1));
         } else {
             let op = model.balance_op(layer, t, None);
             model.device.balance_losses(&op);
         }
-        let ids = moe.ids.slice(0, t * top_k);
-        let gate = moe.gate.as_ref();
+        let ids = kept.ids.slice(0, t * top_k);
+        let gate = kept.gate.as_ref();
         let [loads, drops] = model.load_counts(model.mixture_place(layer));
         let op = AddRouting {
             top_k,
-            losses: moe.losses,
-            counts: moe.counts,
+            losses: kept.losses,
+            counts: kept.counts,
             dropped: gate.map(|gate| gate.dropped),
             chosen: gate.map_or(ids, |gate| gate.chosen.slice(0, t * top_k)),
             ids,

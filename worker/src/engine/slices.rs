@@ -61,14 +61,14 @@ impl Pass<'_> {
         let (moe, choices) = (self.model.moe(layer), t * self.model.top_k());
         let Some(to) = moe.slices else { return };
         let all = choices * self.model.slices().each;
-        let from = [moe.ids, moe.weights].map(|of| of.slice(0, choices));
+        let from = [moe.router.ids, moe.router.weights].map(|of| of.slice(0, choices));
         self.model.slice_choices(from, to.map(|of| of.slice(0, all)), None);
     }
 
     /// The way back of their weights' gradients.
     pub(crate) fn sum_slices(&mut self, t: usize) {
-        let (scratch, choices) = (self.model.moe_scratch(), t * self.model.top_k());
-        let Some(x) = scratch.slice_dweights else { return };
+        let (scratch, choices) = (self.model.router_scratch(), t * self.model.top_k());
+        let Some(x) = self.model.moe_scratch().slice_dweights else { return };
         let x = x.slice(0, choices * self.model.slices().each);
         self.model.sum_slices(x, scratch.dweights.slice(0, choices));
     }

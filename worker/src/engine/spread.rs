@@ -44,7 +44,7 @@ use crate::engine::model::Model;
 use crate::engine::portion::{Flying, Leg, Portion};
 use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
-    Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace, MoeRoute,
+    Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace,
     MoeRouterBackward, MoeUpGradient, WireFormat,
 };
 use moejob_protocol::formats::RowFormat;
@@ -77,7 +77,7 @@ impl Here {
             tokens: whole.tokens * ranks / shape.chunks as usize,
             hidden: slices.width as usize,
             experts: layout.experts(model, layer, rank).len(),
-            top_k: slices.per_token as usize,
+            top_k: slices.slots as usize,
             part: true,
             groups: None,
             segments: 1,
@@ -97,7 +97,7 @@ impl Here {
 /// which `whole` does.
 pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
     let slices = model.slices();
-    let (hidden, top_k) = (slices.width as usize, slices.per_token as usize);
+    let (hidden, top_k) = (slices.width as usize, slices.slots as usize);
     let desc = MoeDesc { hidden, top_k, part: true, ..*whole };
     (slices.each > 1).then_some(desc)
 }
@@ -132,7 +132,7 @@ impl Pass<'_> {
     /// out = mid + the layer of the own tokens `own`, whose router's numbers are counted or not.
     pub(crate) fn spread_forward(&mut self, layer: usize, own: Option<MoeTensors>, out: Buffer) {
         if let (Some(tensors), Some(desc)) = (own, self.model.fused) {
-            self.model.device.moe_route(&MoeRoute { desc, tensors });
+            self.choose(layer, &desc, &tensors);
         }
         let portions = self.model.portions(layer, self.round);
         for portion in &portions {
@@ -220,7 +220,11 @@ impl Pass<'_> {
         }
         self.mark("gradients travel back", Some(layer));
         let (Some(tensors), Some(dense)) = (own, leaf.dense) else { return };
-        self.router_gradients(layer, &portions, tensors, leaf, dense);
+        let (ds, plain) = (self.own_ds(&portions), self.model.plain);
+        match plain {
+            true => self.router_gradients(layer, tensors, leaf, dense, ds),
+            false => self.model.device.fill_zero(dnorm),
+        }
         for portion in &portions {
             let dnorm = portion.of_own(dnorm);
             if formats.returns_each() {
@@ -229,6 +233,9 @@ impl Pass<'_> {
                 let b = portion.mine(portion.scratch.partial);
                 self.model.device.add(&Add { a: dnorm, b });
             }
+        }
+        if !plain {
+            self.gate_backward(layer, self.round.tokens, &dense.layers[layer], ds);
         }
         self.mark("router'", Some(layer));
     }
@@ -285,18 +292,10 @@ impl Pass<'_> {
         self.model.device.moe_up_gradient(&MoeUpGradient { desc, tensors, gradients });
     }
 
-    /// dnorm = the gradient of the own tokens through the router, whose `ds` are here.
-    fn router_gradients(
-        &mut self,
-        layer: usize,
-        portions: &[Portion],
-        tensors: MoeTensors,
-        leaf: &Leaf,
-        dense: &Dense,
-    ) {
-        let Some(desc) = self.model.fused else { return };
-        let scratch = self.model.buffers.scratch.spread.as_ref().expect("memory of what travels");
-        let (slots, own_ds) = (scratch.slots, scratch.own_ds);
+    /// [T, K]: gradients of the weights of the own tokens' choices.
+    fn own_ds(&mut self, portions: &[Portion]) -> Buffer {
+        let scratch = self.model.buffers.scratch.spread.clone().expect("memory of what travels");
+        let own_ds = scratch.own_ds;
         let ds = match portions {
             [whole] => whole.mine(whole.scratch.ds),
             _ => {
@@ -307,14 +306,27 @@ impl Pass<'_> {
                 own_ds
             }
         };
-        let ds = match scratch.choice_ds {
+        match scratch.choice_ds {
             Some(of_experts) => {
                 self.model.sum_slices(ds, of_experts);
                 of_experts
             }
             None => ds,
-        };
-        let slots = slots.slice(0, ds.len());
+        }
+    }
+
+    /// dnorm = the gradient of the own tokens through the router, by that of their weights.
+    fn router_gradients(
+        &mut self,
+        layer: usize,
+        tensors: MoeTensors,
+        leaf: &Leaf,
+        dense: &Dense,
+        ds: Buffer,
+    ) {
+        let Some(desc) = self.model.fused else { return };
+        let scratch = self.model.buffers.scratch.spread.as_ref().expect("memory of what travels");
+        let slots = scratch.slots.slice(0, ds.len());
         let stacks = leaf.stacks[layer].expect("a mixture layer has experts");
         let router = dense.layers[layer].router.expect("a mixture layer has a router");
         let dx = self.model.buffers.scratch.dnorm;

@@ -134,20 +134,33 @@ impl Engine {
         step: u64,
         batches: &mut impl Batches,
     ) -> Result<(), StepError> {
-        let Some(balance) = self.model.buffers.numbers.balance.clone() else { return Ok(()) };
+        let balance = self.model.buffers.numbers.balance.clone();
+        let Some(balance) = balance.filter(|_| !self.model.has_one_balance()) else {
+            return Ok(());
+        };
+        let in_buckets = self.model.places.is_some();
+        if in_buckets {
+            self.model.device.fill_zero(balance.parts);
+        }
         self.rounds(step, batches, Aim::Statistics, |engine, schedule| {
             Pass::new(&mut engine.model, &mut engine.links, &schedule.round).forward();
             engine.model.device.phase(StepPhase::Forward);
         })?;
+        if in_buckets {
+            // Each is 0 but at one rank, so that its sum over ranks is what it was.
+            self.links.all_reduce(&mut self.model.device, &[balance.parts]);
+            self.model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
+            return Ok(());
+        }
         let (mesh, count) = (self.model.layout.mesh, self.model.shape.micro_batches);
         let part = |rank| {
             let block = mesh.micro_batches(rank, count);
             let width = balance.sum.len();
-            balance.micro_batches.slice(block.start as usize * width, block.len() * width)
+            balance.parts.slice(block.start as usize * width, block.len() * width)
         };
         let parts: Vec<_> = (0..mesh.world()).map(part).collect();
         self.links.gather(&mut self.model.device, &parts);
-        self.model.device.sum_rows(&SumRows { x: balance.micro_batches, out: balance.sum });
+        self.model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ use crate::engine::step::{Engine, StepError};
 use crate::gang::comm::CommError;
 use crate::state::rank::DeviceError;
 use moejob_kernels::{DType, NO_EXPERT};
+use moejob_protocol::buffers::Router;
 use std::collections::BTreeMap;
 
 /// Where held-out sequences come from.
@@ -198,10 +199,7 @@ impl Model {
         let k = self.top_k();
         let mut favourites = Vec::new();
         for layer in &self.mixture {
-            let b = &self.buffers.layers[*layer];
-            let of_parts = b.moe.as_ref().map(|moe| [moe.ids, moe.weights]);
-            let of_one = b.fused.as_ref().map(|fused| [fused.ids, fused.weights]);
-            let Some([ids, weights]) = of_parts.or(of_one) else { continue };
+            let Router { ids, weights, .. } = self.router(*layer);
             let ids: Vec<u32> = self.device.read_vec(ids.slice(0, t * k));
             let weights = weights.slice(0, t * k);
             let weights: Vec<f64> = match weights.dtype() {

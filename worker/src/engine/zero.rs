@@ -213,7 +213,8 @@ impl Model {
         self.device.await_mark(mark, StepPhase::Communication);
         let (whole, own) = of.within(self.buffers.whole.weights[place]);
         self.device.copy(self.buffers.buckets[of.at].weight, own);
-        let all = [Shared { holders: &of.holders, buffer: Some(whole) }];
+        let (holders, len) = (&of.holders[..], whole.len());
+        let all = [Shared { holders, len, buffer: Some(whole) }];
         if links.work_beside() {
             links.all_gather_beside(&mut self.device, &all, mark);
         } else {
@@ -369,7 +370,8 @@ impl Pass<'_> {
                 && leaf.tied.is_some();
             model.device.add_up(&AddUp { x: whole, sum: leaves, adds });
         }
-        let all = [Shared { holders: &of.holders, buffer: Some(leaves) }];
+        let (holders, len) = (&of.holders[..], leaves.len());
+        let all = [Shared { holders, len, buffer: Some(leaves) }];
         if links.work_beside() {
             links.reduce_scatter_beside(&mut model.device, &all, mark);
         } else {

@@ -6,7 +6,7 @@ mod fused;
 use super::{
     Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
     Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers,
-    Routes, STAGE_ELEMENTS, Scratch, State, StepBalance, Travel, Whole,
+    Router, RouterScratch, Routes, STAGE_ELEMENTS, Scratch, State, Travel, Whole, WideBalance,
 };
 use crate::memory::{Kind, PARAM_NUMBERS, Planner, RECORD_NUMBERS, Rows, STATISTICS, Shape, Sums};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
@@ -107,11 +107,17 @@ impl<B: Copy> Numbers<B> {
         let pairs = shape.on_cpu && !tree;
         let squares = pairs.then(|| planner.alloc(Kind::Pair, Rows::Fixed(1), 1));
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
-        let of_step = model.router.aux_loss_scope == AuxLossScope::Global;
         let width = numbers.loads * STATISTICS;
-        let balance = of_step.then(|| StepBalance {
-            micro_batches: doubles(u64::from(shape.micro_batches) * width),
-            sum: doubles(width),
+        let lens = match model.router.aux_loss_scope {
+            AuxLossScope::Global => Some([u64::from(shape.micro_batches) * width, width]),
+            AuxLossScope::Hf if !tree => {
+                Some([width, STATISTICS * u64::from(model.experts.count)])
+            }
+            _ => None,
+        };
+        let balance = lens.filter(|_| width > 0).map(|lens| {
+            let [parts, sum] = lens.map(&mut doubles);
+            WideBalance { parts, sum }
         });
         Numbers {
             params,
@@ -233,7 +239,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             first: self.words(sources + 1, 1),
             ..routes
         });
-        Moe { counts: self.words(e, 1), prob_sums: self.doubles(e), routes, ..before }
+        let (counts, prob_sums) = (self.words(e, 1), self.doubles(e));
+        Moe { router: Router { counts, prob_sums, ..before.router }, routes, ..before }
     }
 
     /// Some of the memory of earlier layers may be used again.
@@ -326,26 +333,17 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     /// `shared`: hidden rows that are computed again.
     fn moe(&mut self, shared: Option<[B; 2]>) -> Moe<B> {
-        let (t, experts) = (self.shape.tokens, &self.model.experts);
-        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
+        let t = self.shape.tokens;
         let (sources, chunks) = (self.shape.expert_parallel, self.shape.chunks);
         let d = u64::from(self.model.hidden_size);
-        let [logits, probs] = [(); 2].map(|()| self.floats(t, e));
-        let (lse, ids, weights) = (self.floats(t, 1), self.words(t, k), self.floats(t, k));
-        let (counts, prob_sums) = (self.words(e, 1), self.doubles(e));
+        let gate = !self.model.router.is_plain();
+        let router = self.router(1, gate);
         // From here on of slices.
         let slices = self.model.slices();
         let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
         Moe {
-            logits,
-            probs,
-            lse,
-            ids,
-            weights,
+            router,
             slices: (slices.each > 1).then(|| [self.words(t, k), self.floats(t, k)]),
-            counts,
-            prob_sums,
-            losses: self.doubles(3),
             offsets: self.words(e + 1, 1),
             rows: self.words(t, k),
             pos: self.words(t, k),
@@ -365,7 +363,25 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             }),
             h: shared.map_or_else(|| self.routed(2 * f), |shared| shared[0]),
             a: shared.map_or_else(|| self.routed(f), |shared| shared[1]),
-            gate: (!self.model.router.is_plain()).then(|| self.gate()),
+        }
+    }
+
+    /// Of so many segments with statistics of their own. Who takes all scores in has memory for
+    /// them: processors, and gates.
+    fn router(&mut self, segments: u64, gate: bool) -> Router<B> {
+        let t = self.shape.tokens;
+        let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
+        let scored = if self.shape.on_cpu || gate { t } else { 0 };
+        Router {
+            logits: self.statistics(t, e),
+            probs: self.statistics(scored, e),
+            lse: self.statistics(t, 1),
+            ids: self.words(t, k),
+            weights: self.statistics(t, k),
+            counts: self.words(e, 1),
+            prob_sums: self.doubles(segments * e),
+            losses: self.doubles(3),
+            gate: gate.then(|| self.gate()),
         }
     }
 
@@ -376,8 +392,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
         let segments = self.shape.segments;
         Gate {
-            noisy: self.floats(t, e),
-            raw: learned.then(|| self.floats(t, e)),
+            noisy: self.statistics(t, e),
+            raw: learned.then(|| self.statistics(t, e)),
             chosen: self.words(t, k),
             first: self.words(t, 1),
             dropped: self.words(e, 1),
@@ -401,7 +417,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         GateScratch {
             dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
             jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
-            d_raw: learned.then(|| self.floats(t, e)),
+            d_raw: learned.then(|| self.statistics(t, e)),
             dstats: self.doubles(segments * 3 * e),
             cosine: width.map(|width| [t, t, e].map(|rows| self.floats(rows, width))),
         }
@@ -442,6 +458,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dq_raw: raw.then(|| self.floats(t, q)),
             dk_raw: raw.then(|| self.floats(t, kv)),
             moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
+            router: (moe && !(self.is_fused() && self.model.router.is_of_one_op()))
+                .then(|| self.router_scratch()),
             dense: dense.map(|width| self.gated(width)),
             spread,
             workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
@@ -454,14 +472,11 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     fn moe_scratch(&mut self) -> MoeScratch<B> {
         let (t, slices) = (self.shape.tokens, self.model.slices());
-        let [experts, slots] = [self.model.experts.count, self.model.slots()].map(u64::from);
         let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
         let d = u64::from(self.model.hidden_size);
         MoeScratch {
             counts: self.words(e, 1),
             ids: self.words(t, k),
-            dlogits: self.floats(t, experts),
-            dweights: self.floats(t, slots),
             slice_dweights: (slices.each > 1).then(|| self.floats(t, k)),
             y: self.routed(d),
             ds: self.routed(1),
@@ -481,7 +496,17 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                     tokens: self.planner.alloc(Kind::U32, Rows::Routed, 1),
                 }),
             }),
-            gate: (!self.model.router.is_plain()).then(|| self.gate_scratch()),
+        }
+    }
+
+    fn router_scratch(&mut self) -> RouterScratch<B> {
+        let t = self.shape.tokens;
+        let [e, k] = [self.model.experts.count, self.model.slots()].map(u64::from);
+        let gate = self.is_fused() || !self.model.router.is_plain();
+        RouterScratch {
+            dlogits: self.statistics(t, e),
+            dweights: self.statistics(t, k),
+            gate: gate.then(|| self.gate_scratch()),
         }
     }
 }

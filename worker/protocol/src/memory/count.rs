@@ -74,7 +74,7 @@ pub fn window_bytes(
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let tokens = nodes * own / chunks;
-    let (element, top_k) = (training.precision.element(), model.slices().per_token);
+    let (element, top_k) = (training.precision.element(), model.slices().slots);
     let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
     let rooms = window_rooms(positions, tokens, bytes, top_k.into());
     let bytes = rooms.saturating_add(WINDOW_MAIL);

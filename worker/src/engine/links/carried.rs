@@ -71,13 +71,13 @@ impl Carried {
         gpu: &mut Device,
         comm: &mut Comm,
         all: &[Shared],
-        verb: impl Fn(&mut Host, &mut CpuDevice, &mut Comm, &Shared) -> Result<(), CommError>,
+        verb: impl Fn(&mut Host, &mut CpuDevice, &mut Comm, &[Shared]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         for shared in all {
             let mut copy = Copy::new(gpu, shared.buffer.into_iter())?;
             let buffer = copy.at.first().copied();
-            let same = Shared { holders: shared.holders, buffer };
-            verb(&mut self.host, copy.cpu(), comm, &same)?;
+            let same = Shared { holders: shared.holders, len: shared.len, buffer };
+            verb(&mut self.host, copy.cpu(), comm, &[same])?;
             copy.write_back(gpu);
         }
         Ok(())
@@ -87,11 +87,11 @@ impl Carried {
         &mut self,
         gpu: &mut Device,
         comm: &mut Comm,
-        buffer: Buffer,
+        all: &[Buffer],
     ) -> Result<(), CommError> {
-        let mut copy = Copy::new(gpu, std::iter::once(buffer))?;
-        let at = copy.at[0];
-        self.host.all_reduce(copy.cpu(), comm, at)?;
+        let mut copy = Copy::new(gpu, all.iter().copied())?;
+        let at = copy.at.clone();
+        self.host.all_reduce(copy.cpu(), comm, &at)?;
         copy.write_back(gpu);
         Ok(())
     }

@@ -1,9 +1,12 @@
 //! Verbs through host memory, between processors: what moves goes through the gang.
 
 use crate::gang::comm::{Comm, CommError};
+use super::shared::Chunks;
 use super::{Parcel, Shared};
 use half::{bf16, f16};
-use moejob_kernels::{Buffer, CpuDevice, DType, Element, Pair};
+use moejob_kernels::{Buffer, CpuDevice, DType, Pair};
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Memory for what does not lie in one piece, kept from call to call.
 #[derive(Debug, Default)]
@@ -18,15 +21,19 @@ impl Host {
         &mut self,
         cpu: &mut CpuDevice,
         comm: &mut Comm,
-        shared: &Shared,
+        all: &[Shared],
     ) -> Result<(), CommError> {
-        let Some(chunks) = shared.chunks(comm.rank()) else { return self.skip(cpu, comm) };
-        let (me, own) = (comm.rank(), chunks.own());
-        let others = || chunks.others(me);
-        let sends: Vec<(u32, Buffer)> = others().collect();
-        let came = receive(cpu, comm, &sends, others().map(|(rank, _)| (rank, own.bytes())))?;
-        add_in_order(cpu, own, me, &came);
-        Ok(())
+        let me = comm.rank();
+        let held: Vec<Chunks> = all.iter().filter_map(|shared| shared.chunks(me)).collect();
+        let mut sends: BTreeMap<u32, Vec<Buffer>> = BTreeMap::new();
+        for (to, chunk) in held.iter().flat_map(|chunks| chunks.others(me)) {
+            sends.entry(to).or_default().push(chunk);
+        }
+        let own: Vec<(Buffer, Vec<u32>)> = held
+            .iter()
+            .map(|chunks| (chunks.own(), chunks.others(me).map(|(from, _)| from).collect()))
+            .collect();
+        self.sum(cpu, comm, &sends.into_iter().collect::<Vec<_>>(), &own)
     }
 
     /// See [`super::Links::all_gather`].
@@ -34,14 +41,20 @@ impl Host {
         &mut self,
         cpu: &mut CpuDevice,
         comm: &mut Comm,
-        shared: &Shared,
+        all: &[Shared],
     ) -> Result<(), CommError> {
-        let Some(chunks) = shared.chunks(comm.rank()) else { return self.skip(cpu, comm) };
         let me = comm.rank();
-        let sends: Vec<Parcel> =
-            chunks.others(me).map(|(to, _)| (to, vec![chunks.own()])).collect();
-        let receives: Vec<Parcel> =
-            chunks.others(me).map(|(from, chunk)| (from, vec![chunk])).collect();
+        let mut parcels: BTreeMap<u32, [Vec<Buffer>; 2]> = BTreeMap::new();
+        for chunks in all.iter().filter_map(|shared| shared.chunks(me)) {
+            for (rank, chunk) in chunks.others(me) {
+                let [sent, received] = parcels.entry(rank).or_default();
+                sent.push(chunks.own());
+                received.push(chunk);
+            }
+        }
+        let [sends, receives] = [0, 1].map(|way| -> Vec<Parcel> {
+            parcels.iter().map(|(rank, both)| (*rank, both[way].clone())).collect()
+        });
         self.exchange(cpu, comm, &sends, &receives)
     }
 
@@ -50,20 +63,125 @@ impl Host {
         &mut self,
         cpu: &mut CpuDevice,
         comm: &mut Comm,
-        buffer: Buffer,
+        all: &[Buffer],
     ) -> Result<(), CommError> {
         let me = comm.rank();
         let others: Vec<u32> = (0..comm.world()).filter(|rank| *rank != me).collect();
-        let sends: Vec<(u32, Buffer)> = others.iter().map(|to| (*to, buffer)).collect();
-        let came =
-            receive(cpu, comm, &sends, others.iter().map(|from| (*from, buffer.bytes())))?;
-        add_in_order(cpu, buffer, me, &came);
+        let sends: Vec<Parcel> = others.iter().map(|to| (*to, all.to_vec())).collect();
+        let own: Vec<(Buffer, Vec<u32>)> =
+            all.iter().map(|buffer| (*buffer, others.clone())).collect();
+        self.sum(cpu, comm, &sends, &own)
+    }
+
+    /// Each of `own` becomes the sum of it and of as much from each of its ranks, which ascend; in
+    /// the order of ranks.
+    fn sum(
+        &mut self,
+        cpu: &mut CpuDevice,
+        comm: &mut Comm,
+        sends: &[Parcel],
+        own: &[(Buffer, Vec<u32>)],
+    ) -> Result<(), CommError> {
+        let me = comm.rank();
+        // What comes from a rank lies in one piece, in the order of `own`.
+        let mut inward: BTreeMap<u32, Range<usize>> = BTreeMap::new();
+        for (own, others) in own {
+            others.iter().for_each(|from| inward.entry(*from).or_default().end += own.bytes());
+        }
+        let mut all = 0;
+        for span in inward.values_mut() {
+            *span = all..all + span.end;
+            all = span.end;
+        }
+        self.inward.resize(self.inward.len().max(all), 0);
+        self.stage(cpu, sends);
+        let mut staged = &self.out[..];
+        let outgoing: Vec<(u32, &[u8])> = sends
+            .iter()
+            .map(|parcel| (parcel.0, staged.split_off(..bytes(parcel)).expect("room for all")))
+            .collect();
+        let mut rest = &mut self.inward[..];
+        let mut incoming: Vec<(u32, &mut [u8])> = inward
+            .iter()
+            .map(|(from, span)| (*from, rest.split_off_mut(..span.len()).expect("room for all")))
+            .collect();
+        comm.exchange(&outgoing, &mut incoming)?;
+        for (own, others) in own {
+            let mut take = |from: &u32| -> &[u8] {
+                let span = inward.get_mut(from).expect("a rank that sends");
+                let first = span.start;
+                span.start += own.bytes();
+                &self.inward[first..span.start]
+            };
+            let came: Vec<&[u8]> = others.iter().map(&mut take).collect();
+            let before = others.partition_point(|from| *from < me);
+            add_in_order(cpu, *own, came.split_at(before));
+        }
         Ok(())
     }
 
-    /// A collective of others: a call has the same number on all ranks.
-    fn skip(&mut self, cpu: &mut CpuDevice, comm: &mut Comm) -> Result<(), CommError> {
-        self.exchange(cpu, comm, &[], &[])
+    /// Copies what is sent behind each other.
+    fn stage(&mut self, cpu: &CpuDevice, sends: &[Parcel]) {
+        let all: usize = sends.iter().map(bytes).sum();
+        self.out.resize(self.out.len().max(all), 0);
+        let mut at = 0;
+        for part in sends.iter().flat_map(|parcel| &parcel.1) {
+            let from = cpu.slice::<u8>(part.reinterpret(DType::U8));
+            self.out[at..at + from.len()].copy_from_slice(from);
+            at += from.len();
+        }
+    }
+
+    /// Rows of each of `all`, which have as many rows each: those that `sends` names by rank, and
+    /// those of `receives` come.
+    pub fn exchange_rows(
+        &mut self,
+        cpu: &mut CpuDevice,
+        comm: &mut Comm,
+        (all, rows): (&[Buffer], usize),
+        [sends, receives]: [&[(u32, Vec<usize>)]; 2],
+    ) -> Result<(), CommError> {
+        let widths: Vec<usize> = all.iter().map(|buffer| buffer.bytes() / rows.max(1)).collect();
+        let each: usize = widths.iter().sum();
+        let total = |of: &[(u32, Vec<usize>)]| of.iter().map(|(_, rows)| rows.len() * each).sum();
+        let [leaves, comes]: [usize; 2] = [total(sends), total(receives)];
+        self.inward.resize(self.inward.len().max(comes), 0);
+        self.out.clear();
+        self.out.reserve(leaves);
+        for (_, rows) in sends {
+            for (buffer, width) in all.iter().zip(&widths) {
+                let from = cpu.slice::<u8>(buffer.reinterpret(DType::U8));
+                rows.iter().for_each(|row| self.out.extend(&from[row * width..][..*width]));
+            }
+        }
+        let some = |of: &&(u32, Vec<usize>)| !of.1.is_empty();
+        let mut staged = &self.out[..];
+        let outgoing: Vec<(u32, &[u8])> = sends
+            .iter()
+            .filter(some)
+            .map(|(to, rows)| (*to, staged.split_off(..rows.len() * each).expect("room for all")))
+            .collect();
+        let mut rest = &mut self.inward[..];
+        let mut incoming: Vec<(u32, &mut [u8])> = receives
+            .iter()
+            .filter(some)
+            .map(|(from, rows)| {
+                (*from, rest.split_off_mut(..rows.len() * each).expect("room for all"))
+            })
+            .collect();
+        comm.exchange(&outgoing, &mut incoming)?;
+        let mut came = &self.inward[..];
+        for (_, rows) in receives {
+            for (buffer, width) in all.iter().zip(&widths) {
+                let into = cpu.slice_mut::<u8>(buffer.reinterpret(DType::U8));
+                for row in rows {
+                    let (of_row, behind) = came.split_at(*width);
+                    into[row * width..][..*width].copy_from_slice(of_row);
+                    came = behind;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// See [`super::Links::exchange`].
@@ -125,75 +243,65 @@ impl Host {
     }
 }
 
-/// One collective whose bytes come into host memory, by rank.
-fn receive(
-    cpu: &CpuDevice,
-    comm: &mut Comm,
-    sends: &[(u32, Buffer)],
-    receives: impl Iterator<Item = (u32, usize)>,
-) -> Result<Vec<(u32, Vec<u8>)>, CommError> {
-    let mut came: Vec<(u32, Vec<u8>)> =
-        receives.map(|(from, bytes)| (from, vec![0; bytes])).collect();
-    let outgoing: Vec<(u32, &[u8])> = sends
-        .iter()
-        .map(|(to, part)| (*to, cpu.slice::<u8>(part.reinterpret(DType::U8))))
-        .collect();
-    let mut incoming: Vec<(u32, &mut [u8])> =
-        came.iter_mut().map(|(from, bytes)| (*from, bytes.as_mut_slice())).collect();
-    comm.exchange(&outgoing, &mut incoming)?;
-    Ok(came)
-}
+/// What came of ranks before the own one, and of those behind it.
+type Came<'a> = (&'a [&'a [u8]], &'a [&'a [u8]]);
 
 /// own = the sum of it and of what came, in the order of ranks.
-fn add_in_order(cpu: &mut CpuDevice, own: Buffer, me: u32, came: &[(u32, Vec<u8>)]) {
+fn add_in_order(cpu: &mut CpuDevice, own: Buffer, came: Came) {
     match own.dtype() {
-        DType::F64 => add_all(cpu.slice_mut(own), me, came, f64::from_ne_bytes, |a, b| a + b),
-        DType::F32 => add_all(cpu.slice_mut(own), me, came, f32::from_ne_bytes, |a, b| a + b),
-        DType::Pair => add_all(cpu.slice_mut(own), me, came, Pair::from_ne_bytes, Pair::plus),
+        DType::F64 => add_all(cpu.slice_mut(own), came, f64::from_ne_bytes, |a, b| a + b),
+        DType::F32 => add_all(cpu.slice_mut(own), came, f32::from_ne_bytes, |a, b| a + b),
+        DType::Pair => add_all(cpu.slice_mut(own), came, Pair::from_ne_bytes, Pair::plus),
         // Between GPUs alone. Summed in fp32, and rounded once.
-        DType::Bf16 => add_halves::<bf16>(cpu.slice_mut(own), me, came, bf16::from_f32),
-        DType::F16 => add_halves::<f16>(cpu.slice_mut(own), me, came, f16::from_f32),
+        DType::Bf16 => add_halves(cpu.slice_mut(own), came, bf16::from_ne_bytes, bf16::from_f32),
+        DType::F16 => add_halves(cpu.slice_mut(own), came, f16::from_ne_bytes, f16::from_f32),
         other => panic!("{other:?} is not summed"),
     }
 }
 
+/// Elements that are summed at once, so that sums stay in the nearest cache.
+const SUMMED_AT_ONCE: usize = 1024;
+
 fn add_all<T: Copy, const N: usize>(
     own: &mut [T],
-    me: u32,
-    came: &[(u32, Vec<u8>)],
-    value: fn([u8; N]) -> T,
-    plus: fn(T, T) -> T,
+    (before, behind): Came,
+    value: impl Fn([u8; N]) -> T,
+    plus: impl Fn(T, T) -> T,
 ) {
-    let (before, behind) = came.split_at(came.partition_point(|(from, _)| *from < me));
-    for (at, own) in own.iter_mut().enumerate() {
-        let of = |bytes: &[u8]| {
-            let (bytes, _) = bytes[at * N..].split_first_chunk::<N>().expect("as long as the own");
-            value(*bytes)
-        };
-        let ahead = before.iter().map(|(_, bytes)| of(bytes)).reduce(plus);
-        let sum = ahead.map_or(*own, |sum| plus(sum, *own));
-        *own = behind.iter().fold(sum, |sum, (_, bytes)| plus(sum, of(bytes)));
+    let mut ahead: Vec<T> = Vec::with_capacity(SUMMED_AT_ONCE);
+    for (at, own) in own.chunks_mut(SUMMED_AT_ONCE).enumerate() {
+        let first = at * SUMMED_AT_ONCE * N;
+        let len = own.len() * N;
+        if let Some((lowest, others)) = before.split_first() {
+            ahead.clear();
+            ahead.extend(values(lowest, first, len).iter().map(|bytes| value(*bytes)));
+            for bytes in others {
+                let others = ahead.iter_mut().zip(values(bytes, first, len));
+                others.for_each(|(sum, bytes)| *sum = plus(*sum, value(*bytes)));
+            }
+            own.iter_mut().zip(&ahead).for_each(|(own, sum)| *own = plus(*sum, *own));
+        }
+        for bytes in behind {
+            let others = own.iter_mut().zip(values(bytes, first, len));
+            others.for_each(|(sum, bytes)| *sum = plus(*sum, value(*bytes)));
+        }
     }
 }
 
-fn add_halves<T: Element + Into<f32>>(
+/// `len` bytes from `first` on as those of one value each.
+fn values<const N: usize>(bytes: &[u8], first: usize, len: usize) -> &[[u8; N]] {
+    bytes[first..][..len].as_chunks().0
+}
+
+fn add_halves<T: Copy + Into<f32>>(
     own: &mut [T],
-    me: u32,
-    came: &[(u32, Vec<u8>)],
-    round: fn(f32) -> T,
+    came: Came,
+    value: impl Fn([u8; 2]) -> T,
+    round: impl Fn(f32) -> T,
 ) {
-    let (before, behind) = came.split_at(came.partition_point(|(from, _)| *from < me));
-    let of = |bytes: &[u8], at: usize| -> f32 {
-        let bytes = [bytes[2 * at], bytes[2 * at + 1]];
-        match T::DTYPE {
-            DType::Bf16 => bf16::from_ne_bytes(bytes).to_f32(),
-            _ => f16::from_ne_bytes(bytes).to_f32(),
-        }
-    };
-    for (at, own) in own.iter_mut().enumerate() {
-        let sum = before.iter().fold(0.0, |sum, (_, bytes)| sum + of(bytes, at)) + (*own).into();
-        *own = round(behind.iter().fold(sum, |sum, (_, bytes)| sum + of(bytes, at)));
-    }
+    let mut sums: Vec<f32> = own.iter().map(|own| (*own).into()).collect();
+    add_all(&mut sums, came, |bytes| value(bytes).into(), |a, b| a + b);
+    own.iter_mut().zip(sums).for_each(|(own, sum)| *own = round(sum));
 }
 
 /// The parcels that have bytes, without their empty pieces.

@@ -222,13 +222,13 @@ impl Nccl {
         })
     }
 
-    pub fn all_reduce(&self, device: &Device, buffer: Buffer) -> Result<(), CommError> {
+    pub fn all_reduce(&self, device: &Device, all: &[Buffer]) -> Result<(), CommError> {
         let (cuda, stream) = target(device, Lane::Ops);
-        let whole = span(cuda, buffer);
         let comms = self.shared.comms();
-        self.told(match comms.first() {
-            Some(all) => all.comm.all_reduce(whole, whole, Reduce::Sum, stream),
-            None => Ok(()),
+        let Some(of_all) = comms.first() else { return Ok(()) };
+        all.iter().try_for_each(|buffer| {
+            let whole = span(cuda, *buffer);
+            self.told(of_all.comm.all_reduce(whole, whole, Reduce::Sum, stream))
         })
     }
 

@@ -6,8 +6,29 @@ use moejob_kernels::Buffer;
 pub(crate) struct Shared<'a> {
     /// Ascending; the r-th of them owns the r-th chunk.
     pub holders: &'a [u32],
+    /// Elements of all chunks, which also those know that hold none.
+    pub len: usize,
     /// None on a rank that is none of them.
     pub buffer: Option<Buffer>,
+}
+
+/// Elements that processors move in one exchange, unless one buffer alone has more: 16 MiB of f64.
+const EXCHANGED_AT_ONCE: usize = 1 << 21;
+
+/// Runs of buffers that processors move in one exchange each, the same on all ranks.
+pub(super) fn in_exchanges<'a, 'b>(all: &'a [Shared<'b>]) -> Vec<&'a [Shared<'b>]> {
+    let (mut runs, mut first, mut len) = (Vec::new(), 0, 0);
+    for (at, shared) in all.iter().enumerate() {
+        if at > first && len + shared.len > EXCHANGED_AT_ONCE {
+            runs.push(&all[first..at]);
+            (first, len) = (at, 0);
+        }
+        len += shared.len;
+    }
+    if first < all.len() {
+        runs.push(&all[first..]);
+    }
+    runs
 }
 
 /// The same on a holder.
@@ -19,7 +40,8 @@ pub(super) struct Chunks<'a> {
 
 /// Buffers that all of `ranks` have.
 pub(super) fn of_all<'a>(ranks: &'a [u32], all: &[Buffer]) -> Vec<Shared<'a>> {
-    all.iter().map(|buffer| Shared { holders: ranks, buffer: Some(*buffer) }).collect()
+    let of = |buffer: &Buffer| Shared { holders: ranks, len: buffer.len(), buffer: Some(*buffer) };
+    all.iter().map(of).collect()
 }
 
 impl Shared<'_> {

@@ -21,11 +21,12 @@
 //! and unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
 
 use super::packing::{Packing, Rows};
+use super::needed::check_nothing_else;
 use super::shared::of_all;
-use super::{Links, Parcel, Shared};
+use super::{Links, Parcel, Shared, Way};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
-use moejob_kernels::{Add, Buffer, CpuDevice, DType, Device, Sum};
+use moejob_kernels::{Add, Buffer, Device, Sum};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
 
@@ -41,6 +42,11 @@ impl Links {
         weights: Option<Buffer>,
     ) {
         let by_windows = self.has_windows(device);
+        if let (Way::Host(_), None, None) = (&self.way, group.rails, of.packed) {
+            self.gather_needed(device, (group, need), of.rows, weights);
+            self.spoil_others(device, (group, need), of.rows);
+            return;
+        }
         // The kernel packs for itself what does not come by rails.
         let packs = !by_windows || group.rails.is_some();
         let packed = of.travelling(group.ranks.len() * need.tokens).filter(|_| packs);
@@ -67,9 +73,7 @@ impl Links {
         if let Some(packed) = packed.filter(|_| !by_windows) {
             packed.unpack(device);
         }
-        if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-            keep_needed(cpu, group.me, need, of.rows);
-        }
+        self.spoil_others(device, (group, need), of.rows);
     }
 
     /// What each rank of the own expert group adds to all tokens, rows [P T, D] and `slots`
@@ -86,6 +90,11 @@ impl Links {
         if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
             let all = std::iter::once(of.rows).chain(slots);
             all.for_each(|part| check_nothing_else(cpu, group.me, need, part));
+        }
+        if let (Way::Host(_), None, None, 1) = (&self.way, group.rails, of.packed, need.top_k) {
+            let all: Vec<Buffer> = std::iter::once(of.rows).chain(slots).collect();
+            self.scatter_needed(device, (group, need), &all);
+            return self.add_onto(device, (group, of.rows), onto);
         }
         let packed = of.travelling(group.ranks.len() * need.tokens);
         if let Some(packed) = packed {
@@ -109,8 +118,18 @@ impl Links {
                 own.iter().for_each(|own| own.unpack(device));
             }
         }
+        self.add_onto(device, (group, of.rows), onto);
+    }
+
+    /// The own sums of rows are added.
+    fn add_onto(
+        &self,
+        device: &mut Device,
+        (group, rows): (&ExpertGroup, Buffer),
+        onto: Option<[Buffer; 2]>,
+    ) {
         if let Some([a, out]) = onto.filter(|_| !self.has_failed()) {
-            device.sum(&Sum { a, b: chunk(group, of.rows, group.me), out });
+            device.sum(&Sum { a, b: chunk(group, rows, group.me), out });
         }
     }
 
@@ -177,7 +196,7 @@ fn near<'a>(group: &'a ExpertGroup, all: &[Buffer]) -> Vec<Shared<'a>> {
     let holders = group.near();
     let of_node = |buffer: &Buffer, node| {
         let len = buffer.len() / rails.nodes;
-        Shared { holders, buffer: Some(buffer.slice(node * len, len)) }
+        Shared { holders, len, buffer: Some(buffer.slice(node * len, len)) }
     };
     all.iter().flat_map(|buffer| (0..rails.nodes).map(move |node| of_node(buffer, node))).collect()
 }
@@ -189,7 +208,7 @@ pub(super) fn chunk(group: &ExpertGroup, buffer: Buffer, position: usize) -> Buf
 }
 
 /// The same of each of some buffers.
-fn chunks(group: &ExpertGroup, all: &[Buffer], position: usize) -> Vec<Buffer> {
+pub(super) fn chunks(group: &ExpertGroup, all: &[Buffer], position: usize) -> Vec<Buffer> {
     all.iter().map(|buffer| chunk(group, *buffer, position)).collect()
 }
 
@@ -205,50 +224,12 @@ fn add_in_order(device: &mut Device, terms: &[Buffer], own: usize) {
     }
 }
 
-/// Whether the rank at `me` has an expert of the token of a row.
-fn is_needed(cpu: &CpuDevice, me: usize, need: &Need, row: usize) -> bool {
-    let (first, count) = need.experts[me];
-    let ids = cpu.slice::<u32>(need.ids.slice(row * need.top_k, need.top_k));
-    let present = need.present >> (row / need.tokens) & 1 == 1;
-    present && ids.iter().any(|id| (first..first + count).contains(id))
-}
-
-/// What windows would not bring is no number afterwards.
-fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = rows.len() / all;
-    for row in (0..all).filter(|row| row / need.tokens != me) {
-        if !is_needed(cpu, me, need, row) {
-            match rows.dtype() {
-                DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
-                _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
-            }
-        }
-    }
-}
-
-/// What windows would not take adds nothing.
-///
-/// # Panics
-/// It does.
-fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = part.len() / all;
-    for row in 0..all {
-        let present = need.present >> (row / need.tokens) & 1 == 1;
-        if present && !is_needed(cpu, me, need, row) {
-            let bytes = part.slice(row * width, width).reinterpret(DType::U8);
-            assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::gang::comm::Comm;
     use crate::engine::links::Packed;
-    use moejob_kernels::{ArenaPlan, WireFormat};
+    use moejob_kernels::{ArenaPlan, DType, WireFormat};
 
     const TOKENS: usize = 3;
     /// A block of fp8, and the begin of another.

@@ -2,6 +2,7 @@
 
 use super::ledger::OfVerb;
 use super::nccl::{Lane, Nccl};
+use super::shared::in_exchanges;
 use super::{Links, Parcel, Shared, Way, processor};
 use crate::gang::comm::CommError;
 use moejob_kernels::{Buffer, Device};
@@ -30,7 +31,8 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => {
                 let cpu = processor(device);
-                all.iter().try_for_each(|shared| host.reduce_scatter(cpu, comm, shared))
+                let runs = in_exchanges(all).into_iter();
+                runs.map(|run| host.reduce_scatter(cpu, comm, run)).collect()
             }
             Way::Nccl(nccl) => nccl.reduce_scatter(device, all, Lane::Ops),
             Way::Carried(carried) => carried.reduce_scatter(device, comm, all),
@@ -48,7 +50,8 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => {
                 let cpu = processor(device);
-                all.iter().try_for_each(|shared| host.all_gather(cpu, comm, shared))
+                let runs = in_exchanges(all).into_iter();
+                runs.map(|run| host.all_gather(cpu, comm, run)).collect()
             }
             Way::Nccl(nccl) => nccl.all_gather(device, all, Lane::Ops),
             Way::Carried(carried) => carried.all_gather(device, comm, all),
@@ -103,19 +106,20 @@ impl Links {
         self.write_down(OfVerb { verb, link, bytes, beside: true });
     }
 
-    /// The sum of a vector over all ranks, the same bits on all.
-    pub(crate) fn all_reduce(&mut self, device: &mut Device, buffer: Buffer) {
+    /// The sums of vectors over all ranks, the same bits on all.
+    pub(crate) fn all_reduce(&mut self, device: &mut Device, all: &[Buffer]) {
         let begun = device.begin_stretch(false);
         self.attempt(|comm, way| match way {
-            Way::Host(host) => host.all_reduce(processor(device), comm, buffer),
-            Way::Nccl(nccl) => nccl.all_reduce(device, buffer),
-            Way::Carried(carried) => carried.all_reduce(device, comm, buffer),
+            Way::Host(host) => host.all_reduce(processor(device), comm, all),
+            Way::Nccl(nccl) => nccl.all_reduce(device, all),
+            Way::Carried(carried) => carried.all_reduce(device, comm, all),
         });
         let ranks = self.world() as usize;
+        let bytes = all.iter().map(Buffer::bytes).sum();
         let bytes = match self.link() {
-            Link::Nccl => all_reduce_bytes(ranks, buffer.bytes()),
+            Link::Nccl => all_reduce_bytes(ranks, bytes),
             // Each sends all of it to each.
-            _ => ring_bytes(ranks, buffer.bytes()),
+            _ => ring_bytes(ranks, bytes),
         };
         self.sent(device, begun, (Verb::AllReduce, self.link()), bytes);
     }

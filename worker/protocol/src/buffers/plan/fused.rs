@@ -14,32 +14,25 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     /// that are computed again.
     pub(super) fn fused(&mut self, shared: Option<[B; 2]>) -> Fused<B> {
         let (t, experts, types) = (self.shape.tokens, &self.model.experts, self.shape.types);
-        let (e, k) = (u64::from(experts.count), u64::from(experts.per_token));
+        let (e, k) = (u64::from(experts.count), u64::from(self.model.slots()));
         let (f, d) = (u64::from(self.model.slices().width), u64::from(self.model.hidden_size));
         let cpu = self.shape.on_cpu;
         let halves = if types.element == types.statistic { 0 } else { 2 };
-        let only_cpu = |len: u64| if cpu { len } else { 0 };
         let segments = self.shape.segments;
         let [h, a] = shared.unwrap_or_else(|| {
             [self.routed(2 * f), if cpu { self.routed(f) } else { self.floats(0, f) }]
         });
+        let router = self.router(segments, !self.model.router.is_of_one_op());
         Fused {
+            router,
             h,
             a,
-            logits: self.statistics(t, e),
-            probs: self.statistics(only_cpu(t), e),
-            lse: self.statistics(t, 1),
-            ids: self.words(t, k),
-            weights: self.statistics(t, k),
-            counts: self.words(e, 1),
             offsets: self.words(e + 1, 1),
             order: self.words(if cpu { 0 } else { e }, 1),
             rows: self.words(t, k),
             pos: self.words(t, k),
             row_weights: self.statistics(t, k),
             segment_counts: self.words(segments, e),
-            prob_sums: self.doubles(segments * e),
-            losses: self.doubles(2),
             router_halves: self.floats(halves * e, d),
             spread: (self.shape.expert_parallel > 1).then(|| self.spread()),
         }
@@ -56,7 +49,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     pub(super) fn spread(&mut self) -> Spread<B> {
         let slices = self.model.slices();
-        let (e, k) = (u64::from(slices.count), u64::from(slices.per_token));
+        let (e, k) = (u64::from(slices.count), u64::from(slices.slots));
         let all = self.shape.tokens * self.shape.expert_parallel;
         let (here, chunks) = (e.div_ceil(self.shape.expert_parallel), self.shape.chunks);
         let (element, statistic) = (self.shape.types.element, self.shape.types.statistic);
@@ -75,7 +68,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
 
     pub(super) fn spread_scratch(&mut self) -> SpreadScratch<B> {
         let slices = self.model.slices();
-        let (t, k) = (self.shape.tokens, u64::from(slices.per_token));
+        let (t, k) = (self.shape.tokens, u64::from(slices.slots));
         let (all, d) = (t * self.shape.expert_parallel, u64::from(self.model.hidden_size));
         let formats = self.shape.formats;
         // Rows of each expert do not fit in `dout`.
@@ -93,7 +86,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             own_ds: self.statistics(if self.shape.chunks > 1 { t } else { 0 }, k),
             slots: self.words(t, k),
             choice_ds: (slices.each > 1)
-                .then(|| self.statistics(t, self.model.experts.per_token.into())),
+                .then(|| self.statistics(t, self.model.slots().into())),
         }
     }
 }
