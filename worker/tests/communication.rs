@@ -136,8 +136,12 @@ fn buckets_and_gathered_tokens_are_counted() {
     let wide = 2;
     for report in &told {
         let dispatched = passes * tokens * (row + top_k * (4 + 4) + row);
-        assert_eq!(bytes(report, "dispatch"), dispatched);
-        assert_eq!(bytes(report, "combine"), passes * tokens * (row + row + top_k * 4));
+        // Processors send by need: choices of all to all, and of rows those that are needed.
+        let words = passes * tokens * top_k * (4 + 4);
+        let found = bytes(report, "dispatch");
+        assert!((words + 1..=dispatched).contains(&found), "{found} of {dispatched}");
+        let (found, combined) = (bytes(report, "combine"), passes * tokens * (2 * row + top_k * 4));
+        assert!((1..=combined).contains(&found), "{found} of {combined}");
         assert_eq!(bytes(report, "reduceScatter"), wide * half);
         assert_eq!(bytes(report, "allGather"), half);
         let numbers = bytes(report, "allReduce");

@@ -3,7 +3,7 @@
 use crate::attempt::api::AttemptEnd;
 use crate::checkpoint::fence::FenceError;
 use crate::disk::may_heal;
-use crate::engine::links::NoLinks;
+use crate::engine::links::{NoLinks, NotLeft};
 use crate::engine::step::{OpenError, StepError, device_error};
 use crate::failure::{Failure, advice_on, chain};
 use crate::gang::comm::CommError;
@@ -73,14 +73,16 @@ impl Stop {
 }
 
 /// What an attempt says whose device could not be left. The next one could not use it, whatever
-/// ended this one; but where none will come, why is what counts. The device is to blame where
-/// nothing came before, or a hang whose place nobody knew.
-pub(super) fn not_left(ended: Result<AttemptEnd, Stop>, device: String) -> Stop {
+/// ended this one; but where none will come, why is what counts. The device is to blame where it
+/// says so itself, where nothing came before, or a hang whose place nobody knew: a rank whose
+/// device breaks may hear first of a collective that this has broken.
+pub(super) fn not_left(ended: Result<AttemptEnd, Stop>, left: NotLeft) -> Stop {
+    let NotLeft { words: device, broken } = left;
     let behind = |why: &str| format!("{device}, behind this: {why}");
     match ended {
         Err(stop @ (Stop::Failed(_) | Stop::Fenced(_) | Stop::Device { .. })) => stop,
         Err(Stop::Comm(error)) => {
-            Stop::Device { message: behind(&error.to_string()), own: false }
+            Stop::Device { message: behind(&error.to_string()), own: broken }
         }
         Err(Stop::Hangs(why)) => Stop::Device { message: behind(&why), own: true },
         Err(Stop::Elsewhere) | Ok(_) => Stop::Device { message: device, own: true },
@@ -151,7 +153,9 @@ mod tests {
 
     #[test]
     fn a_device_that_cannot_be_left_is_to_blame_where_nothing_came_before() {
-        let left = |ended| not_left(ended, "it does not end".to_string());
+        let words = "it does not end";
+        let left = |ended| not_left(ended, NotLeft { words: words.to_string(), broken: false });
+        let broken = |ended| not_left(ended, NotLeft { words: words.to_string(), broken: true });
         let lost = || CommError::PeerLost { rank: 3, why: "killed".to_string() };
         let aborted = || CommError::Aborted { reason: "rank 3 is lost".to_string() };
         assert_eq!(blamed(left(Ok(AttemptEnd::Completed { step: 9 }))), Some(true));
@@ -159,6 +163,8 @@ mod tests {
         assert_eq!(blamed(left(Err(Stop::Hangs("somewhere".to_string())))), Some(true));
         assert_eq!(blamed(left(Err(Stop::Comm(lost())))), Some(false));
         assert_eq!(blamed(left(Err(Stop::Comm(aborted())))), Some(false));
+        assert_eq!(blamed(broken(Err(Stop::Comm(aborted())))), Some(true));
+        assert!(matches!(broken(Err(Stop::Fenced(3))), Stop::Fenced(3)));
         assert!(matches!(left(Err(Stop::Fenced(3))), Stop::Fenced(3)));
         assert!(matches!(left(Err(fail(3, "no data", "put it back"))), Stop::Failed(_)));
         let (message, own) = ("an illegal address".to_string(), true);

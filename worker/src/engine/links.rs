@@ -44,6 +44,7 @@ use carried::Carried;
 use courier::Gang;
 use host::Host;
 use ledger::Ledger;
+use moejob_kernels::cuda::CudaError;
 use moejob_kernels::{Buffer, CpuDevice, Device, Room};
 use moejob_protocol::buffers::{Moe, MoeScratch, Routes, Travel};
 use moejob_protocol::communication::{Link, Verb};
@@ -121,6 +122,25 @@ enum Way {
     Nccl(Box<Nccl>),
     /// Between GPUs: through the gang, at once.
     Carried(Carried),
+}
+
+/// Why a device could not be left.
+#[derive(Clone, Debug)]
+pub struct NotLeft {
+    pub words: String,
+    /// Its context is broken. That is nobody else's fault.
+    pub broken: bool,
+}
+
+impl NotLeft {
+    fn waits(error: &dyn std::error::Error) -> NotLeft {
+        NotLeft { words: chain(error), broken: false }
+    }
+
+    fn broken(error: &CudaError) -> NotLeft {
+        let broken = !matches!(error, CudaError::GivenUp { .. } | CudaError::Late { .. });
+        NotLeft { words: chain(error), broken }
+    }
 }
 
 /// Buffers that go to, or come from, one rank, in order.
@@ -241,13 +261,13 @@ impl Links {
     ///
     /// # Errors
     /// It does not end: only the end of this process frees the device.
-    pub fn leave(&mut self, device: &Device) -> Result<(), String> {
+    pub fn leave(&mut self, device: &Device) -> Result<(), NotLeft> {
         self.windows.iter().for_each(|windows| windows.stop());
         match &mut self.way {
             Way::Host(_) => {}
             Way::Nccl(nccl) => nccl.leave(device)?,
             // What waited for windows ends; there is nothing else that waits.
-            Way::Carried(_) => device.finish().map_err(|error| chain(&error))?,
+            Way::Carried(_) => device.finish().map_err(|error| NotLeft::waits(&error))?,
         }
         // Those that a kernel may still use stay until the process ends.
         let is_idle = device.as_cuda().is_some_and(|cuda| cuda.is_idle().unwrap_or(false));

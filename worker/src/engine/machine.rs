@@ -4,7 +4,7 @@ use crate::data::DataError;
 use crate::engine::beside::{Chunked, ENV_OVERLAP, Overlap};
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
-use crate::engine::links::{Aside, Groups, Links, NoLinks, PATIENCE, PeerUse};
+use crate::engine::links::{Aside, Groups, Links, NoLinks, NotLeft, PATIENCE, PeerUse};
 use crate::engine::looks::Looks;
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
@@ -294,7 +294,7 @@ impl Engine {
     ///
     /// # Errors
     /// What runs on the device does not end: the process has to.
-    pub fn leave(&mut self) -> Result<(), String> {
+    pub fn leave(&mut self) -> Result<(), NotLeft> {
         let began = Instant::now();
         let left = self.links.leave(&self.model.device);
         tracing::debug!(seconds = began.elapsed().as_secs_f64(), "its links are left");

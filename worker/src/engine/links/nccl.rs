@@ -19,7 +19,7 @@
 //! aborts the others; the watch sees that, the wait is given up, and the attempt ends.
 
 use super::meet::{Met, Party, Room, agree, name_of_all};
-use super::{Aside, Groups, Parcel, Shared};
+use super::{Aside, Groups, NotLeft, Parcel, Shared};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
 use moejob_kernels::cuda::{Beside, CudaDevice, CudaError, Gpu, Watch};
@@ -288,19 +288,19 @@ impl Nccl {
         Err(CommError::Aborted { reason: chain(&error) })
     }
 
-    pub fn leave(&mut self, device: &Device) -> Result<(), String> {
+    pub fn leave(&mut self, device: &Device) -> Result<(), NotLeft> {
         self.shared.stop.store(true, Ordering::Relaxed);
         let _ = self.meet();
         // Of a context that is broken nothing ends any more but with the process.
         let idle = || device.as_cuda().map_or(Ok(true), CudaDevice::is_idle);
-        idle().map_err(|error| chain(&error))?;
+        idle().map_err(|error| NotLeft::broken(&error))?;
         let comms = std::mem::take(&mut *self.shared.comms());
         // Those of fewer ranks first: an idle one does not end while its parent is busy.
         let comms = comms.into_iter().rev().map(|joined| joined.comm).collect();
         let drained = || device.as_cuda().is_none_or(|cuda| cuda.is_idle().unwrap_or(true));
-        abandon(comms, drained, (), LEAVE_MAX).map_err(|error| chain(&error))?;
+        abandon(comms, drained, (), LEAVE_MAX).map_err(|error| NotLeft::waits(&error))?;
         // NCCL may have been the first to see that the context is broken.
-        idle().map(|_| ()).map_err(|error| chain(&error))
+        idle().map(|_| ()).map_err(|error| NotLeft::broken(&error))
     }
 }
 

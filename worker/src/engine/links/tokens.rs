@@ -359,7 +359,12 @@ mod tests {
                     let whose = |at| rough(row(at), at).to_bits();
                     let expected: Vec<u32> = (0..rails.rows.len()).map(whose).collect();
                     assert_eq!(bits(&rails.rows), expected, "{what}");
-                    assert_eq!(bits(&flat.rows), expected, "{what}");
+                    // Flat, those that no expert needs stay what they were.
+                    let came = flat.rows.iter().zip(&expected).filter(|(row, _)| !row.is_nan());
+                    assert!(came.clone().count() >= TOKENS * DIM, "{what}: the own ones are there");
+                    let (found, expected): (Vec<u32>, Vec<u32>) =
+                        came.map(|(row, expected)| (row.to_bits(), *expected)).unzip();
+                    assert_eq!(found, expected, "{what}");
                     assert_eq!(rails.ids, (0..rails.ids.len() as u32).collect::<Vec<_>>());
                 }
             }
