@@ -328,8 +328,9 @@ fn train(
         Some(told) => told.name,
         None => format!("processor, {:?}", moejob_kernels::Isa::detect()),
     };
-    let left = engine.all_arrived().map_err(|error| error.to_string());
-    left.and_then(|()| engine.leave()).map_err(|error| Refused(1, error))?;
+    let arrived = engine.all_arrived().map_err(|error| error.to_string());
+    let left = arrived.and_then(|()| engine.leave().map_err(|left| left.words));
+    left.map_err(|error| Refused(1, error))?;
     let loss = last.loss;
     Ok(Trained {
         device,
