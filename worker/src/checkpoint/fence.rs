@@ -44,6 +44,16 @@ struct Sealed {
 }
 
 impl Claim {
+    /// Of an attempt whose file says nothing.
+    fn none(attempt: u32) -> Claim {
+        let (job_uid, time) = (String::new(), String::new());
+        Claim { attempt, resume_step: u64::MAX, job_uid, time }
+    }
+
+    fn is_none(&self) -> bool {
+        *self == Claim::none(self.attempt)
+    }
+
     fn hash(&self) -> String {
         let Claim { attempt, resume_step, job_uid, time } = self;
         let text = format!("{attempt} {resume_step} {job_uid:?} {time:?}");
@@ -92,12 +102,7 @@ pub fn claims(disk: &Disk, location: &Path) -> Result<Vec<Claim>, FenceError> {
             Err(_) => Vec::new(),
         };
         let claim = Claim::unsealed(&text).filter(|claim| claim.attempt == attempt);
-        claims.push(claim.unwrap_or(Claim {
-            attempt,
-            resume_step: u64::MAX,
-            job_uid: String::new(),
-            time: String::new(),
-        }));
+        claims.push(claim.unwrap_or(Claim::none(attempt)));
     }
     claims.sort_by_key(|claim| claim.attempt);
     Ok(claims)
@@ -125,12 +130,14 @@ pub struct Claiming {
     late: bool,
     /// Its file was created by this claim, so a try that failed may write it anew.
     created: bool,
+    /// A try to create it failed, which storage may have done nevertheless.
+    unsure: bool,
     done: bool,
 }
 
 impl Claiming {
     pub fn new(claim: Claim) -> Claiming {
-        Claiming { claim, late: false, created: false, done: false }
+        Claiming { claim, late: false, created: false, unsure: false, done: false }
     }
 
     /// From here on the attempt trains, claimed or not.
@@ -163,8 +170,14 @@ impl Claiming {
         disk.sync_directory(&directory).map_err(io(&directory))?;
         disk.sync_directory(location).map_err(io(location))?;
         // Another one may have claimed while this one did; the higher one stays.
-        if let Some(claimed) = higher(disk, location, own)? {
-            return Err(FenceError::Fenced { own, claimed });
+        let all = claims(disk, location)?;
+        let of_another = |claim: &&Claim| {
+            let whole = !claim.is_none() && !self.claim.time.is_empty();
+            claim.attempt == own && whole && !self.is_own(claim)
+        };
+        let highest = all.last().filter(|claim| claim.attempt > own);
+        if let Some(by) = highest.or(all.iter().find(of_another)) {
+            return Err(FenceError::Fenced { own, claimed: by.attempt });
         }
         self.done = true;
         Ok(())
@@ -183,13 +196,36 @@ impl Claiming {
         let mut file = match disk.create_new(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                return Err(FenceError::Fenced { own, claimed: own });
+                let found = match disk.read(&path, CLAIM_BYTES_MAX) {
+                    Err(error) if crate::disk::may_heal(&error) => return Err(io(&path)(error)),
+                    found => found.unwrap_or_default(),
+                };
+                self.created = match Claim::unsealed(&found) {
+                    Some(claim) => self.is_own(&claim),
+                    None => self.unsure,
+                };
+                return match self.created {
+                    // It was created though storage had said that it was not.
+                    true => self.write(disk, directory),
+                    false => Err(FenceError::Fenced { own, claimed: own }),
+                };
             }
-            Err(error) => return Err(io(&path)(error)),
+            Err(error) => {
+                self.unsure = true;
+                return Err(io(&path)(error));
+            }
         };
-        self.created = true;
+        (self.created, self.unsure) = (true, false);
         disk.write(&mut file, &text).map_err(io(&path))?;
         disk.sync(&file).map_err(io(&path))
+    }
+
+    /// Whether it was this one that wrote a claim, whatever it said of the step then: no two are
+    /// made at the same time.
+    fn is_own(&self, claim: &Claim) -> bool {
+        let Claim { attempt, job_uid, time, .. } = &self.claim;
+        let same = (attempt, job_uid, time) == (&claim.attempt, &claim.job_uid, &claim.time);
+        same && !time.is_empty()
     }
 
     /// Gives the claim back: its attempt ends without a step.
@@ -390,6 +426,35 @@ mod tests {
         let refused = claim(&disk, location, &made(5, 0)).expect_err("taken");
         assert!(matches!(refused, FenceError::Fenced { claimed: 5, .. }), "{refused}");
         claim(&disk, location, &made(6, 0)).expect("a higher one");
+    }
+
+    /// Storage creates a file and says that it did not, as NFS does whose answer is lost.
+    #[test]
+    fn a_claim_knows_its_own_file_again() {
+        let at = |time: &str| Claim { time: time.to_string(), ..made(1, 7) };
+        let whole = at("12:00").sealed().expect("JSON");
+        let other = at("12:01").sealed().expect("JSON");
+        let cases = [
+            (false, &whole[..], true),
+            (true, &whole[..], true),
+            (true, &other[..], false),
+            (false, &other[..], false),
+            (true, b"", true),
+            (true, &whole[..9], true),
+            // Somebody else may be writing it.
+            (false, b"", false),
+        ];
+        for (unsure, text, taken) in cases {
+            let folder = tempfile::tempdir().expect("a folder");
+            let attempts = folder.path().join("attempts");
+            std::fs::create_dir(&attempts).expect("a folder");
+            std::fs::write(attempts.join("1.json"), text).expect("a file");
+            let mut claiming = Claiming { unsure, ..Claiming::new(at("12:00")) };
+            let gone = claiming.go(&Disk::real(), folder.path());
+            assert_eq!(gone.is_ok(), taken, "{unsure} {text:?}: {gone:?}");
+            let all = claims(&Disk::real(), folder.path()).expect("claims");
+            assert!(!taken || all == [at("12:00")], "{all:?}");
+        }
     }
 
     #[test]
