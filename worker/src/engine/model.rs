@@ -22,9 +22,7 @@ use crate::engine::portion::LEGS;
 use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
-use moejob_kernels::{
-    ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale,
-};
+use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
 use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
 use moejob_protocol::config::{Backend, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
@@ -63,7 +61,7 @@ pub struct Model {
     pub(crate) mixture: Vec<usize>,
     /// One op chooses experts, else `gate.rs`.
     pub(crate) plain: bool,
-    /// Tokens that were loaded; what is computed beside them pads kernels of one size.
+    /// Tokens that were loaded; the others that are computed are padding.
     pub(crate) loaded: usize,
     pub(crate) noise: Option<Noise>,
     /// In so many chunks tokens travel between processors, at most in those of `shape`.

@@ -2,14 +2,15 @@
 
 mod buckets;
 mod fused;
+mod router;
 
 use super::{
-    Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Cosine, Fused, Gate, GateScratch,
-    Gated, Gradients, Head, Layer, LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers,
-    Router, RouterScratch, Routes, STAGE_ELEMENTS, Scratch, State, Travel, Whole, WideBalance,
+    Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Fused, Gated, Gradients, Head, Layer,
+    LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers, Router, Routes, STAGE_ELEMENTS,
+    Scratch, State, Travel, Whole, WideBalance,
 };
 use crate::memory::{Kind, PARAM_NUMBERS, Planner, RECORD_NUMBERS, Rows, STATISTICS, Shape, Sums};
-use crate::model::{AuxLossScope, ModelConfig, QkNorm, RouterKind};
+use crate::model::{AuxLossScope, ModelConfig, QkNorm};
 
 impl<B: Copy> Buffers<B> {
     pub fn plan<P>(model: &ModelConfig, shape: &Shape, planner: &mut P) -> Buffers<B>
@@ -366,63 +367,6 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    /// Of so many segments with statistics of their own. Who takes all scores in has memory for
-    /// them: processors, and gates.
-    fn router(&mut self, segments: u64, gate: bool) -> Router<B> {
-        let t = self.shape.tokens;
-        let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
-        let scored = if self.shape.on_cpu || gate { t } else { 0 };
-        Router {
-            logits: self.statistics(t, e),
-            probs: self.statistics(scored, e),
-            lse: self.statistics(t, 1),
-            ids: self.words(t, k),
-            weights: self.statistics(t, k),
-            counts: self.words(e, 1),
-            prob_sums: self.doubles(segments * e),
-            losses: self.doubles(3),
-            gate: gate.then(|| self.gate()),
-        }
-    }
-
-    fn gate(&mut self) -> Gate<B> {
-        let (t, router) = (self.shape.tokens, &self.model.router);
-        let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
-        let learned = router.kind == RouterKind::NoisyTopK;
-        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
-        let segments = self.shape.segments;
-        Gate {
-            noisy: self.statistics(t, e),
-            raw: learned.then(|| self.statistics(t, e)),
-            chosen: self.words(t, k),
-            first: self.words(t, 1),
-            dropped: self.words(e, 1),
-            stats: self.doubles(segments * STATISTICS * e),
-            cosine: width.map(|width| Cosine {
-                projected: self.floats(t, width),
-                normed: self.floats(t, width),
-                norm: self.doubles(t),
-                similarity: self.floats(e, width),
-                similarity_norm: self.doubles(e),
-            }),
-        }
-    }
-
-    fn gate_scratch(&mut self) -> GateScratch<B> {
-        let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
-        let (e, router) = (u64::from(self.model.experts.count), &self.model.router);
-        let learned = router.kind == RouterKind::NoisyTopK;
-        let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
-        let segments = self.shape.segments;
-        GateScratch {
-            dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
-            jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
-            d_raw: learned.then(|| self.statistics(t, e)),
-            dstats: self.doubles(segments * 3 * e),
-            cosine: width.map(|width| [t, t, e].map(|rows| self.floats(rows, width))),
-        }
-    }
-
     fn head(&mut self) -> Head<B> {
         let t = self.shape.tokens;
         let d = u64::from(self.model.hidden_size);
@@ -496,17 +440,6 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
                     tokens: self.planner.alloc(Kind::U32, Rows::Routed, 1),
                 }),
             }),
-        }
-    }
-
-    fn router_scratch(&mut self) -> RouterScratch<B> {
-        let t = self.shape.tokens;
-        let [e, k] = [self.model.experts.count, self.model.slots()].map(u64::from);
-        let gate = self.is_fused() || !self.model.router.is_plain();
-        RouterScratch {
-            dlogits: self.statistics(t, e),
-            dweights: self.statistics(t, k),
-            gate: gate.then(|| self.gate_scratch()),
         }
     }
 }
