@@ -129,7 +129,13 @@ fn compare(path: &str, ours: &Value, served: &Value, found: &mut Vec<String>) {
 /// Jobs compute in fp32 at the most exact. What that holds as nothing, or as a number without all
 /// its digits, is another number than was typed: an epsilon of 0 divides by 0.
 fn held_in_fp32(number: &mut Map<String, Value>) {
-    number.insert("x-kubernetes-validations".to_string(), json!([fp32_rule()]));
+    let rule = json!({
+        "rule": format!(
+            "!(self > 0.0 && self < {FP32_MIN:e} || self < 0.0 && self > -{FP32_MIN:e})"
+        ),
+        "message": format!("0, or {FP32_MIN:e} or more: fp32 holds nothing smaller"),
+    });
+    number.insert("x-kubernetes-validations".to_string(), json!([rule]));
 }
 
 /// Bounds of numbers that are no whole ones become rules: the API server tells those of a schema as
@@ -154,15 +160,6 @@ fn numbers(schema: &mut Value, change: fn(&mut Map<String, Value>)) {
         Value::Array(items) => items.iter_mut().for_each(|item| numbers(item, change)),
         _ => {}
     }
-}
-
-fn fp32_rule() -> Value {
-    json!({
-        "rule": format!(
-            "!(self > 0.0 && self < {FP32_MIN:e} || self < 0.0 && self > -{FP32_MIN:e})"
-        ),
-        "message": format!("0, or {FP32_MIN:e} or more: fp32 holds nothing smaller"),
-    })
 }
 
 /// The rule in place of a bound, `Minimum` or `Maximum`, that belongs to what it names and is no

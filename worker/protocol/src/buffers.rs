@@ -117,8 +117,8 @@ pub struct Numbers<B> {
 /// Where the balance is of more than one layer of a micro-batch: statistics of a router are 5 x E.
 #[derive(Clone, Debug)]
 pub struct WideBalance<B> {
-    /// Of the whole step [M, mixture layers, 5, E]: of each micro-batch; of all layers of a
-    /// micro-batch [mixture layers, 5, E].
+    /// [M, mixture layers, 5, E]: statistics of each micro-batch of a step. Where the balance is of
+    /// all layers of a micro-batch, [mixture layers, 5, E]: those of each layer.
     pub parts: B,
     /// [mixture layers, 5, E], or [5, E]: their sum.
     pub sum: B,
@@ -249,7 +249,8 @@ pub struct Gated<B> {
     pub hidden: B,
 }
 
-/// What a router keeps from forward to backward. Floats are statistics.
+/// A router's scores and choices, kept from forward to backward. Its floats are of the kind that
+/// statistics have.
 #[derive(Clone, Debug)]
 pub struct Router<B> {
     /// [T, E], and scores [T, E] unless a GPU chooses in one op
@@ -264,15 +265,15 @@ pub struct Router<B> {
     pub counts: B,
     pub prob_sums: B,
     pub losses: B,
-    /// What routers beyond dropless top-k keep.
+    /// The gate's memory, where the router is more than dropless top-k.
     pub gate: Option<Gate<B>>,
 }
 
 #[derive(Clone, Debug)]
 pub struct Moe<B> {
     pub router: Router<B>,
-    /// The same of slices, K r a token, where experts are cut into some. All below is of slices but
-    /// for what a router counts.
+    /// Ids u32 [T, K r] and weights [T, K r] of slices, where experts are cut into some. Every
+    /// buffer below is of slices.
     pub slices: Option<[B; 2]>,
     /// u32 [E + 1], [T * K], [T, K]: where the own tokens' slots lie, by (rank, expert, token).
     pub offsets: B,

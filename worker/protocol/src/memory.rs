@@ -309,7 +309,7 @@ pub struct Shape {
     pub buckets: Vec<BucketShape>,
     /// Parts of a micro-batch whose balance is a loss of its own.
     pub segments: u64,
-    /// What experts read of a token is not what its norm gives: some of it is dropped before.
+    /// Dropout stands between a mixture layer's norm and its experts.
     pub drops_input: bool,
     /// There are gradients and optimizer state.
     pub trains: bool,

@@ -187,8 +187,8 @@ impl RouterConfig {
         self.beyond_plain().is_none()
     }
 
-    /// What the op of buckets that chooses experts has: dropless top-k, and a balance of each
-    /// micro-batch or sequence. Everything else is a [`Gate`](crate::buffers::Gate).
+    /// Whether one op of buckets chooses experts: dropless top-k has it, with a balance of each
+    /// micro-batch or sequence. Other routers have a [`Gate`](crate::buffers::Gate).
     pub fn is_of_one_op(&self) -> bool {
         let beyond = self.all_beyond_plain();
         let scope = beyond.is_empty() || beyond == ["auxLossScope"];

@@ -44,7 +44,7 @@ struct Sealed {
 }
 
 impl Claim {
-    /// Of an attempt whose file says nothing.
+    /// The claim of an attempt whose file says nothing.
     fn none(attempt: u32) -> Claim {
         let (job_uid, time) = (String::new(), String::new());
         Claim { attempt, resume_step: u64::MAX, job_uid, time }

@@ -161,7 +161,7 @@ impl Pass<'_> {
         self.record_choices(layer, t);
     }
 
-    /// A GPU's op has done so by itself.
+    /// Records a layer's choices, which a GPU's op does by itself.
     fn record_choices(&mut self, layer: usize, t: usize) {
         if self.model.shape.on_cpu || !self.model.plain {
             self.record_routing(layer, t);

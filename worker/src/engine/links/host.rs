@@ -94,7 +94,7 @@ impl Host {
             all = span.end;
         }
         self.inward.resize(self.inward.len().max(all), 0);
-        self.stage(cpu, sends);
+        self.stage(cpu, sends.iter());
         let mut staged = &self.out[..];
         let outgoing: Vec<(u32, &[u8])> = sends
             .iter()
@@ -121,14 +121,10 @@ impl Host {
     }
 
     /// Copies what is sent behind each other.
-    fn stage(&mut self, cpu: &CpuDevice, sends: &[Parcel]) {
-        let all: usize = sends.iter().map(bytes).sum();
-        self.out.resize(self.out.len().max(all), 0);
-        let mut at = 0;
-        for part in sends.iter().flat_map(|parcel| &parcel.1) {
-            let from = cpu.slice::<u8>(part.reinterpret(DType::U8));
-            self.out[at..at + from.len()].copy_from_slice(from);
-            at += from.len();
+    fn stage<'a>(&mut self, cpu: &CpuDevice, sends: impl Iterator<Item = &'a Parcel>) {
+        self.out.clear();
+        for part in sends.flat_map(|parcel| &parcel.1) {
+            self.out.extend(cpu.slice::<u8>(part.reinterpret(DType::U8)));
         }
     }
 
@@ -193,19 +189,10 @@ impl Host {
         receives: &[Parcel],
     ) -> Result<(), CommError> {
         let (sends, receives) = (pieces(sends), pieces(receives));
-        let staged = |parcels: &[Parcel]| -> usize {
-            parcels.iter().filter(|parcel| parcel.1.len() > 1).map(bytes).sum()
-        };
-        let room =
-            |memory: &mut Vec<u8>, parcels| memory.resize(staged(parcels).max(memory.len()), 0);
-        room(&mut self.out, &sends);
-        room(&mut self.inward, &receives);
-        let mut at = 0;
-        for part in sends.iter().filter(|parcel| parcel.1.len() > 1).flat_map(|parcel| &parcel.1) {
-            let from = cpu.slice::<u8>(part.reinterpret(DType::U8));
-            self.out[at..at + from.len()].copy_from_slice(from);
-            at += from.len();
-        }
+        let in_pieces = |parcel: &&Parcel| parcel.1.len() > 1;
+        let comes: usize = receives.iter().filter(in_pieces).map(bytes).sum();
+        self.inward.resize(self.inward.len().max(comes), 0);
+        self.stage(cpu, sends.iter().filter(in_pieces));
         let direct = |parcels: &[Parcel]| -> Vec<Buffer> {
             let whole = parcels.iter().filter(|parcel| parcel.1.len() == 1);
             whole.map(|parcel| parcel.1[0]).collect()
@@ -233,8 +220,7 @@ impl Host {
         }
         comm.exchange(&outgoing, &mut incoming)?;
         let mut at = 0;
-        let staged = receives.iter().filter(|parcel| parcel.1.len() > 1);
-        for part in staged.flat_map(|parcel| &parcel.1) {
+        for part in receives.iter().filter(in_pieces).flat_map(|parcel| &parcel.1) {
             let end = at + part.bytes();
             cpu.slice_mut::<u8>(part.reinterpret(DType::U8)).copy_from_slice(&self.inward[at..end]);
             at = end;

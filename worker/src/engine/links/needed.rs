@@ -103,24 +103,27 @@ fn needed(ids: &[u32], need: &Need, (source, holder): (usize, usize)) -> Vec<usi
     rows.filter(|(_, ids)| here(ids)).map(|(row, _)| begin + row).collect()
 }
 
-/// Whether the rank at `me` has an expert of the token of a row.
-fn is_needed(cpu: &CpuDevice, me: usize, need: &Need, row: usize) -> bool {
-    let (first, count) = need.experts[me];
-    let ids = cpu.slice::<u32>(need.ids.slice(row * need.top_k, need.top_k));
-    let present = need.present >> (row / need.tokens) & 1 == 1;
-    present && ids.iter().any(|id| (first..first + count).contains(id))
+/// The rows of tokens of `source` for which `holder` has no expert.
+fn others<'a>(
+    ids: &[u32],
+    need: &'a Need,
+    (source, holder): (usize, usize),
+) -> impl Iterator<Item = usize> + use<'a> {
+    let needed = needed(ids, need, (source, holder));
+    let all = source * need.tokens..(source + 1) * need.tokens;
+    all.filter(move |row| needed.binary_search(row).is_err())
 }
 
 /// What windows would not bring is no number afterwards.
 fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = rows.len() / all;
-    for row in (0..all).filter(|row| row / need.tokens != me) {
-        if !is_needed(cpu, me, need, row) {
-            match rows.dtype() {
-                DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
-                _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
-            }
+    let ranks = need.experts.len();
+    let width = rows.len() / (ranks * need.tokens);
+    let ids = cpu.slice::<u32>(need.ids).to_vec();
+    let sources = (0..ranks).filter(|source| *source != me);
+    for row in sources.flat_map(|source| others(&ids, need, (source, me))) {
+        match rows.dtype() {
+            DType::F64 => cpu.slice_mut::<f64>(rows.slice(row * width, width)).fill(f64::NAN),
+            _ => cpu.slice_mut::<f32>(rows.slice(row * width, width)).fill(f32::NAN),
         }
     }
 }
@@ -130,13 +133,12 @@ fn keep_needed(cpu: &mut CpuDevice, me: usize, need: &Need, rows: Buffer) {
 /// # Panics
 /// It does.
 pub(super) fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: Buffer) {
-    let all = need.experts.len() * need.tokens;
-    let width = part.len() / all;
-    for row in 0..all {
-        let present = need.present >> (row / need.tokens) & 1 == 1;
-        if present && !is_needed(cpu, me, need, row) {
-            let bytes = part.slice(row * width, width).reinterpret(DType::U8);
-            assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
-        }
+    let ranks = need.experts.len();
+    let width = part.len() / (ranks * need.tokens);
+    let ids = cpu.slice::<u32>(need.ids);
+    let present = (0..ranks).filter(|source| need.present >> source & 1 == 1);
+    for row in present.flat_map(|source| others(ids, need, (source, me))) {
+        let bytes = part.slice(row * width, width).reinterpret(DType::U8);
+        assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
     }
 }

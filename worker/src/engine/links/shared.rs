@@ -1,6 +1,7 @@
 //! Buffers that several ranks have, as verbs name them.
 
 use moejob_kernels::Buffer;
+use moejob_protocol::memory::EXCHANGE_BYTES_MAX;
 
 /// A buffer that several ranks have, in equal chunks, one for each of them.
 pub(crate) struct Shared<'a> {
@@ -12,8 +13,8 @@ pub(crate) struct Shared<'a> {
     pub buffer: Option<Buffer>,
 }
 
-/// Elements that processors move in one exchange, unless one buffer alone has more: 16 MiB of f64.
-const EXCHANGED_AT_ONCE: usize = 1 << 21;
+/// Elements, of f64, that processors move in one exchange, unless one buffer alone has more.
+const EXCHANGED_AT_ONCE: usize = EXCHANGE_BYTES_MAX as usize / 8;
 
 /// Runs of buffers that processors move in one exchange each, the same on all ranks.
 pub(super) fn in_exchanges<'a, 'b>(all: &'a [Shared<'b>]) -> Vec<&'a [Shared<'b>]> {

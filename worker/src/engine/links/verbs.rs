@@ -31,8 +31,8 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => {
                 let cpu = processor(device);
-                let runs = in_exchanges(all).into_iter();
-                runs.map(|run| host.reduce_scatter(cpu, comm, run)).collect()
+                let mut runs = in_exchanges(all).into_iter();
+                runs.try_for_each(|run| host.reduce_scatter(cpu, comm, run))
             }
             Way::Nccl(nccl) => nccl.reduce_scatter(device, all, Lane::Ops),
             Way::Carried(carried) => carried.reduce_scatter(device, comm, all),
@@ -50,8 +50,8 @@ impl Links {
         self.attempt(|comm, way| match way {
             Way::Host(host) => {
                 let cpu = processor(device);
-                let runs = in_exchanges(all).into_iter();
-                runs.map(|run| host.all_gather(cpu, comm, run)).collect()
+                let mut runs = in_exchanges(all).into_iter();
+                runs.try_for_each(|run| host.all_gather(cpu, comm, run))
             }
             Way::Nccl(nccl) => nccl.all_gather(device, all, Lane::Ops),
             Way::Carried(carried) => carried.all_gather(device, comm, all),

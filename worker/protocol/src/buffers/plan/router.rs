@@ -1,4 +1,4 @@
-//! What routers need.
+//! The memory of routers: how large each buffer is, in the order in which they are laid out.
 
 use super::Plan;
 use crate::buffers::{Cosine, Gate, GateScratch, Router, RouterScratch};
@@ -6,8 +6,8 @@ use crate::memory::{Planner, STATISTICS};
 use crate::model::RouterKind;
 
 impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
-    /// Of so many segments with statistics of their own. Who takes all scores in has memory for
-    /// them: processors, and gates.
+    /// A router with statistics of each of so many segments. Processors and gates have memory for
+    /// all scores; a GPU that chooses in one op keeps none.
     pub(super) fn router(&mut self, segments: u64, gate: bool) -> Router<B> {
         let t = self.shape.tokens;
         let (e, k) = (u64::from(self.model.experts.count), u64::from(self.model.slots()));
