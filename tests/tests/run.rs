@@ -216,6 +216,39 @@ fn a_changed_corpus_is_refused_on_resume() {
     assert_eq!(bench.run(&[], LIMIT), Some(3), "{}", bench.output());
 }
 
+/// Data that lie elsewhere are the same data: a job with absolute paths goes on, with the losses
+/// that it would have had.
+#[test]
+fn data_that_were_moved_are_the_same_data() {
+    let until = |bench: &Bench, steps: u64| {
+        let run = bench.start(&[]);
+        bench.wait_until("steps", LIMIT, |bench| {
+            bench.metrics().last().is_some_and(|line| line.step >= steps)
+        });
+        run.signal(Signal::INT);
+        assert_eq!(run.wait(LIMIT), Some(130), "{}", bench.output());
+        bench.metrics().last().expect("steps").step
+    };
+    let [moved, whole] = [(); 2].map(|()| Bench::small(100_000, 1000, 6));
+    let path = moved.path().join("job.yaml");
+    let text = std::fs::read_to_string(&path).expect("manifest");
+    let lies_in = |folder: &str| {
+        let manifest = text.replace("corpus/", &format!("{}/", moved.path().join(folder).display()));
+        assert_ne!(manifest, text);
+        std::fs::write(&path, manifest).expect("manifest");
+    };
+    lies_in("corpus");
+    let before = until(&moved, 10);
+    std::fs::create_dir(moved.path().join("else")).expect("a folder");
+    std::fs::rename(moved.path().join("corpus"), moved.path().join("else/where")).expect("moved");
+    lies_in("else/where");
+    let done = until(&moved, before + 10);
+    until(&whole, done);
+    let mut expected = whole.losses();
+    expected.retain(|step, _| *step <= done);
+    assert_eq!(moved.losses(), expected);
+}
+
 #[test]
 fn examples_are_valid() {
     let mut names: Vec<_> = std::fs::read_dir(root().join("examples"))

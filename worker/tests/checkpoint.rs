@@ -399,6 +399,7 @@ fn differences_are_all_told() {
         data_fingerprint: "other",
         seed: 8,
         spec_hash: "",
+        training_hash: "",
         float_bytes: 8,
     };
     let told = checkpoint::differences(&manifest, &expected);
@@ -552,6 +553,7 @@ fn what_is_committed_is_read_however_many_tensors_it_has() {
         params: params.clone(),
         layout: layout(1, 1),
         spec_hash: String::new(),
+        training_hash: String::new(),
         data_fingerprint: String::new(),
         seed: 1,
         tokens_per_step: 1,

@@ -373,6 +373,7 @@ fn a_checkpoint_keeps_the_scale() {
         params: from.model.params.clone(),
         layout: from.model.layout.clone(),
         spec_hash: String::new(),
+        training_hash: String::new(),
         data_fingerprint: String::new(),
         seed: 1,
         tokens_per_step: 1,

@@ -3,6 +3,7 @@
 
 mod common;
 
+use moe_worker::checkpoint::Disk;
 use moe_worker::data::prepare::{Layout, Prepare, PrepareError};
 use moe_worker::data::{Batch, Corpus, DataFile, Encoder, Format, Recipe, Width, megatron};
 use moejob_protocol::config::{
@@ -135,6 +136,59 @@ fn source(folder: &Path, name: &str) -> DataSource {
         name if name.ends_with(".idx") => DataSource::Megatron { root, paths, exclude },
         name if name.ends_with(".bin") => DataSource::Tokens { root, paths, exclude, dtype },
         _ => DataSource::Text { root, paths, exclude },
+    }
+}
+
+/// Files of every format that were moved, under names that sort in another order.
+#[test]
+fn files_that_were_moved_keep_their_names_and_places() {
+    let home = tempfile::tempdir().expect("a folder");
+    let (training, kept) = (common::training(), home.path().join("kept"));
+    std::fs::create_dir(&kept).expect("a folder");
+    let all = ["*.txt", "*.jsonl", "f*.bin", "*.idx"];
+    let written = |folder: &Path, names: [&str; 3]| {
+        std::fs::create_dir(folder).expect("a folder");
+        for (name, first) in names.iter().zip([0, 60, 150]) {
+            let documents = &documents(250)[first..first + 80];
+            let ids: Vec<u8> = documents.concat().into_bytes();
+            let wide: Vec<u8> = ids.iter().flat_map(|id| u16::from(*id).to_le_bytes()).collect();
+            let lengths: Vec<i32> = documents.iter().map(|text| text.len() as i32).collect();
+            write(folder, &format!("{name}.txt"), &ids);
+            write(folder, &format!("{name}.jsonl"), &jsonl(documents));
+            write(folder, &format!("f{name}.bin"), &wide);
+            write(folder, &format!("{name}.idx"), &index(Width::U16, &lengths));
+            write(folder, &format!("{name}.bin"), &wide);
+        }
+    };
+    let (before, after) = (home.path().join("before"), home.path().join("after"));
+    written(&before, ["a", "b", "c"]);
+    written(&after, ["z", "y", "x"]);
+    let of = |folder: &Path, name: &str| {
+        let mut source = source(folder, name);
+        if let DataSource::Tokens { dtype, .. } = &mut source {
+            *dtype = Some(TokenType::Uint16);
+        }
+        source
+    };
+    let each = |folder: &Path| -> Vec<DataConfig> {
+        let mut each: Vec<_> = all.iter().map(|name| data(of(folder, name), 0.4)).collect();
+        let part = |name: &str| MixturePart { weight: 1.0, source: of(folder, name) };
+        let parts = ["*.jsonl", "*.txt"].map(part).to_vec();
+        each.push(data(DataSource::Mixture { parts }, 0.4));
+        each
+    };
+    for (was, is) in each(&before).into_iter().zip(each(&after)) {
+        let mut old = open(&was);
+        old.listing().expect("few files").keep(&kept).expect("written");
+        let opened = |data: &DataConfig, kept: Option<&Path>| {
+            Corpus::open_on(&Disk::real(), (data, kept), &training, 300).expect("data")
+        };
+        let (mut moved, other) = (opened(&is, Some(&kept)), opened(&is, None));
+        assert_eq!(moved.fingerprint(), old.fingerprint(), "{is:?}");
+        assert_ne!(other.fingerprint(), old.fingerprint(), "{is:?}");
+        assert_eq!(moved.held_out_names(), old.held_out_names());
+        let taken = |corpus: &mut Corpus| batches(corpus, &training, 40);
+        assert_eq!(taken(&mut moved), taken(&mut old), "{is:?}");
     }
 }
 

@@ -73,12 +73,13 @@ fn what_each_version_wrote_is_loaded() {
 }
 
 /// What a job expects that differs in nothing but the hash of its fields.
-fn differs(manifest: &CheckpointManifest) -> usize {
+fn differs(manifest: &CheckpointManifest, training_hash: &str) -> usize {
     let expected = Expected {
         model: &manifest.model,
         data_fingerprint: &manifest.data_fingerprint,
         seed: manifest.seed,
         spec_hash: "another",
+        training_hash,
         float_bytes: 4,
     };
     differences(manifest, &expected).len()
@@ -88,9 +89,21 @@ fn differs(manifest: &CheckpointManifest) -> usize {
 fn the_hash_of_version_1_is_not_compared() {
     let mut manifest = checkpoint::show(&Disk::real(), &samples()[0].2).expect("whole");
     assert!(!manifest.spec_hash.is_empty());
-    assert_eq!(differs(&manifest), 0);
+    assert_eq!(differs(&manifest, ""), 0);
     manifest.version = CHECKPOINT_VERSION;
-    assert_eq!(differs(&manifest), 1);
+    assert_eq!(differs(&manifest, ""), 1);
+}
+
+/// A job whose data were moved trains as before.
+#[test]
+fn where_data_lie_is_not_compared() {
+    let mut manifest = checkpoint::show(&Disk::real(), &samples()[1].2).expect("whole");
+    assert_eq!(manifest.training_hash, "", "of a release before");
+    manifest.version = CHECKPOINT_VERSION;
+    assert_eq!(differs(&manifest, "training"), 1);
+    manifest.training_hash = "training".to_string();
+    assert_eq!(differs(&manifest, "training"), 0);
+    assert_eq!(differs(&manifest, "another"), 1);
 }
 
 /// Any JSON with the seal that a manifest has.

@@ -36,13 +36,11 @@ pub const DEFAULTS: &[(&str, &str)] = &[
     ("parallelism.expert", "\"auto\""),
     ("parallelism.tensor", "1"),
     ("parallelism.pipeline", "1"),
-    ("checkpoint.everySteps", "200"),
     ("checkpoint.keep", "3"),
     ("recovery.heartbeatTimeout", "\"3s\""),
     ("recovery.stepTimeout", "\"auto\""),
     ("recovery.maxRestarts", "20"),
     ("recovery.window", "\"1h\""),
-    ("recovery.memoryEverySteps", "10"),
     ("recovery.gangTimeout", "\"30s\""),
 ];
 

@@ -55,7 +55,8 @@ pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<St
 
 /// What of an identity two runs of one job must share. Formats and devices are left out: weights
 /// and moments are kept in fp32, so a run that began on a processor may go on on a GPU. So are
-/// slices of experts: checkpoints are read with any number of them.
+/// slices of experts: checkpoints are read with any number of them. And so are the places of the
+/// data, whose fingerprint workers compare.
 pub fn shared(identity: &Value) -> Value {
     let mut shared = identity.clone();
     if let Some(Value::Object(experts)) = shared.pointer_mut("/model/experts") {
@@ -64,5 +65,20 @@ pub fn shared(identity: &Value) -> Value {
     if let Some(training) = shared["training"].as_object_mut() {
         training.retain(|field, _| !["precision", "compute"].contains(&&field[..]));
     }
+    if let Some(data) = shared.get_mut("data") {
+        leave_places_out(data);
+    }
     shared
+}
+
+/// Globs of sources, and the path of a tokenizer.
+fn leave_places_out(data: &mut Value) {
+    match data {
+        Value::Object(fields) => {
+            fields.retain(|name, _| !["paths", "exclude", "path"].contains(&&name[..]));
+            fields.values_mut().for_each(leave_places_out);
+        }
+        Value::Array(all) => all.iter_mut().for_each(leave_places_out),
+        _ => {}
+    }
 }

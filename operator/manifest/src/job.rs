@@ -1,6 +1,5 @@
 //! Spec -> Job: defaulted and valid, or every problem at once.
 
-use crate::canonical::canonical_hash;
 use crate::devices;
 use crate::preset;
 use crate::problem::{Code, Problem};
@@ -14,6 +13,7 @@ use crate::spec::{
     NumberOrAuto, OverlapDegree, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec,
     VolumeSpec,
 };
+use moejob_protocol::canonical::{MUTABLE, canonical_hash};
 use moejob_protocol::config::{
     AdamW, Compute, Exchange, GradientDtype, MomentDtype, OVERLAP_DEGREES, Offload, Precision,
     Recompute, Schedule, TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
@@ -590,18 +590,6 @@ fn recovery(spec: &MoeJobSpec, backend: Backend) -> Recovery {
         gang_timeout: read(&typed.gang_timeout).unwrap_or(30_000),
     }
 }
-
-/// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
-/// added to a job that has ended.
-const MUTABLE: [&str; 7] = [
-    "steps",
-    "precision",
-    "compute",
-    "recompute",
-    "offload",
-    "microBatchSize",
-    "slices",
-];
 
 /// Model, data and training: what a checkpoint belongs to.
 fn spec_hash(model: &ModelConfig, data: &Data, training: &TrainingConfig) -> String {

@@ -27,7 +27,6 @@ pub mod keys;
 pub mod pod;
 pub mod workspace;
 pub mod resources;
-mod canonical;
 mod router;
 pub mod devices;
 pub mod cost;

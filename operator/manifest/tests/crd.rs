@@ -57,9 +57,14 @@ fn a_definition_that_would_prune_our_fields_is_told_by_their_names() {
     }
 }
 
-/// What the API server fills in is what a job without it has.
+/// What the API server fills in is what a job without it has, on any device: what one chooses by
+/// itself stays open.
 #[test]
 fn the_defaults_of_the_schema_are_the_reader_s() {
+    ["cpu", "gpu"].into_iter().for_each(defaults_change_nothing_on);
+}
+
+fn defaults_change_nothing_on(profile: &str) {
     let base = include_str!("manifests/base.yaml");
     let mut object: Value = serde_saphyr::from_str(base).unwrap();
     let read = |object: &Value| Job::read(object.to_string().as_bytes()).unwrap();
@@ -71,10 +76,16 @@ fn the_defaults_of_the_schema_are_the_reader_s() {
     object["spec"]["training"].as_object_mut().unwrap().remove("microBatchSize");
     object["spec"]["data"]["validation"] = serde_json::json!({});
     object["spec"]["data"].as_object_mut().unwrap().remove("tokenizer");
-    object["spec"]["nodes"] = serde_json::json!({ "max": 4 });
+    object["spec"]["nodes"] = match profile {
+        "cpu" => serde_json::json!({ "max": 4 }),
+        other => serde_json::json!({ "profile": other, "max": 4 }),
+    };
     let without = read(&object);
     for (path, value) in crd::DEFAULTS {
         let field = path.split('.').fold(&mut object["spec"], |field, name| &mut field[name]);
+        if *path == "nodes.profile" && profile != "cpu" {
+            continue;
+        }
         assert!(field.is_null(), "{path} is in the base");
         *field = serde_json::from_str(value).unwrap();
         let schema = path.split('.').fold(crd::spec_schema(), |mut schema, name| {

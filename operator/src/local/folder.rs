@@ -278,6 +278,21 @@ mod tests {
         let sliced = json!({"training": {"seed": 1}, "model": model});
         let whole = json!({"training": {"seed": 1}, "model": {"experts": {}}});
         drop(Folder::open(&path, &sliced, &whole).expect("other slices"));
+        // And with its data elsewhere.
+        let data = |path: &str, fraction: f64| {
+            let source = json!({"format": "Text", "paths": [path, "b"], "field": ""});
+            let tokenizer = json!({"path": path});
+            let validation = json!({"fraction": fraction});
+            let train = json!([{"weight": 1.0, "source": source}]);
+            let data = json!({"train": train, "tokenizer": tokenizer, "validation": validation});
+            json!({"training": {"seed": 1}, "data": data})
+        };
+        let before = home.path().join("moved");
+        let mut moved = Folder::open(&before, &data("/a", 0.1), &Value::Null).expect("opens");
+        moved.begin().expect("records");
+        drop(moved);
+        drop(Folder::open(&before, &data("/b", 0.1), &Value::Null).expect("moved data"));
+        assert!(Folder::open(&before, &data("/b", 0.2), &Value::Null).is_err());
         // A release since has a field more.
         let more = json!({"training": {"seed": 1, "clip": 1.0}});
         let defaults = json!({"training": {"clip": 1.0}});

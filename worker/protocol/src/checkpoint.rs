@@ -54,6 +54,10 @@ pub struct CheckpointManifest {
     /// Empty: it belongs to no job yet.
     #[serde(default)]
     pub spec_hash: String,
+    /// Of a job whose data were moved it says what `spec_hash` no longer does. Empty in checkpoints
+    /// from before.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub training_hash: String,
     #[serde(default)]
     pub data_fingerprint: String,
     pub seed: u64,

@@ -17,6 +17,7 @@
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
 //!                                                                         pair, links
 //! CheckpointManifest                                                      checkpoint
+//! what cannot be changed of a job --> the hashes that tie checkpoints to it    canonical
 //! model x training x ranks that share experts --> sizes that kernels refuse   kernel_sizes
 //! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory,
 //!                                                                         workspace
@@ -58,6 +59,7 @@ pub mod cpus;
 pub mod pod;
 pub mod topology;
 pub mod checkpoint;
+pub mod canonical;
 
 pub mod report;
 

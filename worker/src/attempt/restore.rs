@@ -14,6 +14,7 @@ use crate::gang::comm::{AbortHandle, Comm};
 use crate::state::moves::scatter;
 use crate::state::rank::RankState;
 use crate::state::snapshot::initialize_telling;
+use moejob_protocol::canonical::training_hash;
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Event, EventKind};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
@@ -175,6 +176,7 @@ fn of_this_job(
         data_fingerprint: corpus.fingerprint(),
         seed: config.training.seed,
         spec_hash: &config.checkpoint.spec_hash,
+        training_hash: &training_hash(&config.training, config.data.validation.fraction),
         float_bytes: model.shape.float_bytes,
     };
     let other = differences(manifest, &expected);

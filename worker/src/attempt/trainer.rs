@@ -17,7 +17,7 @@ use crate::attempt::telling::Clock;
 use crate::checkpoint::desk::Ask;
 use crate::checkpoint::{self, Disk};
 use crate::gang::comm::{Comm, CommError};
-use crate::data::{self, Corpus, DataError};
+use crate::data::{self, Corpus, DataError, Listing};
 use crate::hf;
 use crate::engine::model::Model;
 use crate::attempt::recorder::{Recorder, Unwritten};
@@ -391,6 +391,8 @@ impl Trainer {
                 let disk = self.shown.disk(&self.disk, stamina, Wait::Data, || false);
                 begin(&disk);
                 let (data, vocabulary) = (&config.data, config.model.vocab_size);
+                let kept = Listing::of_job(config);
+                let data = (data, kept.as_deref());
                 let open = || Corpus::open_on(&disk, data, &config.training, vocabulary);
                 control.waiting(Wait::Data, open)
             }

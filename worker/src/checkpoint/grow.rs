@@ -126,6 +126,7 @@ pub fn grow(
         layout: Layout::contiguous(Mesh::data_parallel(1, 1)),
         // Of the manifest that it will be trained with: not known yet.
         spec_hash: String::new(),
+        training_hash: String::new(),
         tensors: entries,
         files: writing.files.clone(),
         ..source.clone()

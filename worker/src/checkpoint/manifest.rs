@@ -229,6 +229,8 @@ pub struct Expected<'a> {
     pub data_fingerprint: &'a str,
     pub seed: u64,
     pub spec_hash: &'a str,
+    /// See [`CheckpointManifest::training_hash`].
+    pub training_hash: &'a str,
     pub float_bytes: u64,
 }
 
@@ -257,7 +259,10 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
     let both = !manifest.spec_hash.is_empty()
         && !expected.spec_hash.is_empty()
         && manifest.version >= SPEC_HASH_VERSION;
-    if both && manifest.spec_hash != expected.spec_hash && is_same {
+    // The same data may lie elsewhere. Their fingerprint stands for what they are.
+    let was_moved =
+        !manifest.training_hash.is_empty() && manifest.training_hash == expected.training_hash;
+    if both && manifest.spec_hash != expected.spec_hash && is_same && !was_moved {
         let (theirs, ours) = (manifest.spec_hash.clone(), expected.spec_hash.to_string());
         differs("the hash of its immutable fields", theirs, ours);
     }

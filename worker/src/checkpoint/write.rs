@@ -12,6 +12,7 @@ use crate::state::rank::place;
 use crate::state::slot::Slot;
 use crate::state::snapshot::{ShardRun, shard_runs};
 use moejob_kernels::DType;
+use moejob_protocol::canonical::training_hash;
 use moejob_protocol::config::Precision;
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
 use moejob_protocol::checkpoint::{
@@ -35,6 +36,7 @@ pub struct Identity {
     pub params: Vec<Param>,
     pub layout: Layout,
     pub spec_hash: String,
+    pub training_hash: String,
     pub data_fingerprint: String,
     pub seed: u64,
     pub tokens_per_step: u64,
@@ -78,6 +80,7 @@ impl Identity {
             params: config.model.params(),
             layout: config.layout.clone(),
             spec_hash: config.checkpoint.spec_hash.clone(),
+            training_hash: training_hash(training, config.data.validation.fraction),
             data_fingerprint: data_fingerprint.to_string(),
             seed: training.seed,
             tokens_per_step: training.tokens_per_step(),
@@ -438,6 +441,7 @@ fn assemble(disk: &Disk, identity: &Identity, step: u64) -> std::io::Result<Chec
         model: identity.model.clone(),
         layout: identity.layout.clone(),
         spec_hash: identity.spec_hash.clone(),
+        training_hash: identity.training_hash.clone(),
         data_fingerprint: identity.data_fingerprint.clone(),
         seed: identity.seed,
         loss_scale,

@@ -4,12 +4,19 @@
 //! corpus -> Listing --keep--> data.json beside `step-*`
 //!                             data.json --read--> Listing x corpus --changes--> added, removed, ..
 //! ```
-//! A fingerprint says that data are others; this says which files. Nothing depends on it.
+//! A fingerprint says that data are others; this says which files. What a file is called decides
+//! its place in the order and whether it is held out: one that lies elsewhere than before keeps the
+//! name that it had, as long as it holds the same.
 
 use super::Corpus;
+use super::open::Origin;
+use crate::disk::Disk;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::config::Resume;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io::{Error, ErrorKind};
+use std::path::{Path, PathBuf};
 
 const FILE: &str = "data.json";
 /// Of data in more files no list is kept: it would be megabytes.
@@ -83,10 +90,56 @@ impl Listing {
 
     /// What was kept there, if it can be read.
     pub fn read(location: &Path) -> Option<Listing> {
+        Listing::try_read(location).ok().flatten()
+    }
+
+    /// The same, with the patience of `disk`; none where there is none.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(crate) fn read_on(disk: &Disk, location: &Path) -> std::io::Result<Option<Listing>> {
+        disk.patiently(location, None, |_| Listing::try_read(location))
+    }
+
+    fn try_read(location: &Path) -> std::io::Result<Option<Listing>> {
         let path = location.join(FILE);
-        let fits = std::fs::metadata(&path).is_ok_and(|of| of.is_file() && of.len() <= BYTES_MAX);
-        let text = fits.then(|| std::fs::read(&path).ok()).flatten()?;
-        serde_json::from_slice(&text).ok()
+        let read = std::fs::metadata(&path).and_then(|of| match of.len() <= BYTES_MAX {
+            true => std::fs::read(&path),
+            false => Err(Error::from(ErrorKind::NotFound)),
+        });
+        match read {
+            Ok(text) => Ok(serde_json::from_slice(&text).ok()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Where that of a job's data lies, if it goes on: what a job began with before is not its own.
+    pub(crate) fn of_job(config: &WorkerConfig) -> Option<PathBuf> {
+        let goes_on = config.resume != Resume::Fresh;
+        goes_on.then(|| PathBuf::from(&config.checkpoint.location))
+    }
+
+    /// Names of `files` of a part, in their order: of one that is not listed by its name, that of a
+    /// listed one with its content that is not among them. None: its own.
+    pub(crate) fn names(&self, part: usize, files: &[Origin]) -> Vec<Option<Vec<u8>>> {
+        let found: BTreeSet<&[u8]> = files.iter().map(|file| &file.name[..]).collect();
+        let (mut listed, mut gone) = (BTreeSet::new(), BTreeMap::<&str, VecDeque<&[u8]>>::new());
+        for file in self.files.iter().filter(|file| file.part == part) {
+            let name = file.name.as_bytes();
+            listed.insert(name);
+            if !found.contains(name) {
+                gone.entry(&file.content).or_default().push_back(name);
+            }
+        }
+        let name = |file: &Origin| {
+            if listed.contains(&file.name[..]) {
+                return None;
+            }
+            let content = blake3::Hash::from_bytes(file.content).to_hex();
+            gone.get_mut(content.as_str())?.pop_front().map(<[u8]>::to_vec)
+        };
+        files.iter().map(name).collect()
     }
 
     /// What of the files is otherwise in `now`: `added: a.txt; changed: b.txt`. None where all are
@@ -150,6 +203,28 @@ mod tests {
         let many: Vec<(usize, &str, &str)> = names.iter().map(|name| (0, &name[..], "1")).collect();
         let told = listing(&[]).changes(&listing(&many));
         assert_eq!(told.as_deref(), Some("added: f0, f1, f2, f3, f4 and 2 more"));
+    }
+
+    #[test]
+    fn who_is_elsewhere_has_the_name_of_one_that_is_gone_and_holds_the_same() {
+        let content = |byte: u8| blake3::Hash::from_bytes([byte; 32]).to_hex().to_string();
+        let (one, two) = (content(1), content(2));
+        let was = listing(&[(0, "a", &one), (0, "b", &one), (0, "c", &two), (1, "d", &two)]);
+        let of = |files: &[(&str, u8)]| -> Vec<String> {
+            let origin = |(name, byte): &(&str, u8)| Origin {
+                name: name.as_bytes().to_vec(),
+                content: [*byte; 32],
+            };
+            let files: Vec<Origin> = files.iter().map(origin).collect();
+            let text = |name: Vec<u8>| String::from_utf8(name).expect("text");
+            let names = was.names(0, &files).into_iter();
+            names.map(|name| name.map_or("-".into(), text)).collect()
+        };
+        assert_eq!(of(&[("a", 1), ("b", 1), ("c", 2)]), ["-", "-", "-"], "where they were");
+        assert_eq!(of(&[("x", 1), ("y", 2), ("z", 1)]), ["a", "c", "b"]);
+        assert_eq!(of(&[("a", 2), ("z", 2)]), ["-", "c"], "what stands there has changed");
+        assert_eq!(of(&[("x", 1), ("y", 1), ("z", 1)]), ["a", "b", "-"], "one more than there was");
+        assert_eq!(of(&[("x", 3)]), ["-"], "not known");
     }
 
     #[test]

@@ -61,6 +61,7 @@ use crate::disk::Disk;
 use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
 use open::{Access, Opened, Opening, Origin, Part};
 use std::collections::HashMap;
+use std::path::Path;
 
 /// The epoch whose permutation orders the held-out windows; training never gets there.
 const HELD_OUT_EPOCH: u64 = u64::MAX;
@@ -116,21 +117,28 @@ impl Corpus {
         vocabulary: u32,
         progress: &Progress,
     ) -> Result<Corpus, DataError> {
-        Corpus::open_on(&Disk::real().counting(progress.clone()), data, training, vocabulary)
+        let disk = Disk::real().counting(progress.clone());
+        Corpus::open_on(&disk, (data, None), training, vocabulary)
     }
 
     /// As `open`, by way of a disk with its patience and its progress; so are all reads later.
+    /// `kept` is where the names of its files were kept, of a job that goes on.
     ///
     /// # Errors
     /// See [`DataError`]; it names the file, and where in it.
     pub fn open_on(
         disk: &Disk,
-        data: &DataConfig,
+        (data, kept): (&DataConfig, Option<&Path>),
         training: &TrainingConfig,
         vocabulary: u32,
     ) -> Result<Corpus, DataError> {
+        let known = match kept {
+            Some(path) => Listing::read_on(disk, path)
+                .map_err(|source| DataError::Read { path: path.to_path_buf(), source })?,
+            None => None,
+        };
         let (handles, folder) = (handles::Handles::default(), cache::folder());
-        let access = Access { handles, folder, disk: disk.clone() };
+        let access = Access { handles, folder, disk: disk.clone(), known };
         let encoder = Encoder::open_on(disk, &data.tokenizer)?;
         if any(data, &|source| !is_tokenized(source)) {
             encoder.check(vocabulary)?;
@@ -142,19 +150,24 @@ impl Corpus {
         let fraction = if data.held_out.is_some() { 0.0 } else { data.validation.fraction };
         let needed = sequence + 1;
         let access = &access;
-        let opening = Opening { data, encoder: &encoder, vocabulary, fraction, needed, access };
+        let own = &encoder;
+        let opening =
+            |part| Opening { data, encoder: own, vocabulary, fraction, needed, part, access };
         let mut weights = vec![1.0];
         let mut opened = match &data.source {
             DataSource::Mixture { parts } => {
                 weights = parts.iter().map(|part| part.weight).collect();
-                let parts = parts.iter().map(|part| opening.open(&part.source));
+                let parts = parts.iter().enumerate();
+                let parts = parts.map(|(number, part)| opening(number).open(&part.source));
                 parts.collect::<Result<Vec<_>, _>>()?
             }
-            source => vec![opening.open(source)?],
+            source => vec![opening(0).open(source)?],
         };
         let mix = Mix::new(&weights)?;
         let apart = match &data.held_out {
-            Some(source) => Some(Opening { fraction: 0.0, ..opening }.open(source)?),
+            Some(source) => {
+                Some(Opening { fraction: 0.0, ..opening(opened.len()) }.open(source)?)
+            }
             None => None,
         };
         let fingerprint = fingerprint(data, &encoder, &weights, &opened, apart.as_ref());

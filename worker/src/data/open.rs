@@ -7,8 +7,9 @@ use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
 use super::handles::Handles;
 use super::index;
+use super::listing::Listing;
 use super::megatron::{self, Index};
-use super::pairs::{At, checked, megatron_bin};
+use super::pairs::{At, bin_name, checked, megatron_bin};
 use super::overlap::Documents;
 use super::store::{Store, Width};
 use super::stream::Stream;
@@ -56,6 +57,8 @@ pub(crate) struct Opening<'a> {
     pub fraction: f64,
     /// Tokens of a window.
     pub needed: u64,
+    /// Number of the source; see [`Listing`].
+    pub part: usize,
     pub access: &'a Access,
 }
 
@@ -66,6 +69,8 @@ pub(crate) struct Access {
     /// Of this user alone, shared by the workers of the node.
     pub folder: Option<PathBuf>,
     pub disk: Disk,
+    /// What the files were, of a job that goes on.
+    pub known: Option<Listing>,
 }
 
 impl Access {
@@ -115,6 +120,24 @@ impl Opening<'_> {
         }
     }
 
+    /// Files that lie elsewhere than before get the names that they had, and with them their place.
+    /// What they hold is known.
+    fn keep_names<T>(
+        &self,
+        files: &mut [T],
+        origin: impl Fn(&T) -> Origin,
+        rename: impl Fn(&mut T, Vec<u8>),
+    ) {
+        let Some(known) = &self.access.known else { return };
+        let origins: Vec<Origin> = files.iter().map(&origin).collect();
+        for (file, name) in files.iter_mut().zip(known.names(self.part, &origins)) {
+            if let Some(name) = name {
+                rename(file, name);
+            }
+        }
+        files.sort_by_cached_key(|file| origin(file).name);
+    }
+
     fn stream(&self) -> Stream {
         let DataConfig { reset_at_boundaries, mask_at_boundaries, .. } = *self.data;
         Stream::new(reset_at_boundaries, mask_at_boundaries).on(&self.access.disk)
@@ -156,12 +179,15 @@ impl Opening<'_> {
             wishes.push(Wish { file, bytes: file.bytes, ids });
         }
         let contents = self.access.contents(&wishes)?;
-        let mut hasher = blake3::Hasher::new();
         for ((file, store), (content, _)) in stores.iter_mut().zip(contents) {
             file.hash = content.hash;
             store.is_of(content.hash);
-            print_file(&mut hasher, file, &file.hash);
         }
+        self.keep_names(&mut stores, |(file, _)| Origin::of(file), |(file, _), name| {
+            file.name = name;
+        });
+        let mut hasher = blake3::Hasher::new();
+        stores.iter().for_each(|(file, _)| print_file(&mut hasher, file, &file.hash));
         let sizes: Vec<(&[u8], u64)> =
             stores.iter().map(|(file, store)| (&file.name[..], store.tokens)).collect();
         let held = divide(&sizes, self.fraction, self.needed);
@@ -215,17 +241,27 @@ impl Opening<'_> {
             .map(|((_, bin), head)| Wish { file: bin, bytes: bin.bytes, ids: Some(ids(head)) })
             .collect();
         let bins = self.access.contents(&wishes)?;
-        let mut hasher = blake3::Hasher::new();
         let found = pairs.into_iter().zip(heads).zip(indices.into_iter().zip(bins));
-        let pairs: Vec<(DataFile, DataFile, Index, Store)> = found
+        let mut pairs: Vec<(DataFile, DataFile, Index, Store)> = found
             .map(|(((mut index, mut bin), head), ((of_index, _), (of_bin, _)))| {
                 (index.hash, bin.hash) = (of_index.hash, of_bin.hash);
-                print_file(&mut hasher, &index, &index.hash);
-                print_file(&mut hasher, &bin, &bin.hash);
                 let store = Store::named(bin.clone(), &self.access.handles, head.width, 0);
                 (index, bin, head, store)
             })
             .collect();
+        let origin = |(index, bin, ..): &(DataFile, DataFile, Index, Store)| Origin {
+            name: index.name.clone(),
+            content: bin.hash,
+        };
+        self.keep_names(&mut pairs, origin, |(index, bin, ..), name| {
+            index.name = name;
+            bin.name = bin_name(&index.name);
+        });
+        let mut hasher = blake3::Hasher::new();
+        for (index, bin, ..) in &pairs {
+            print_file(&mut hasher, index, &index.hash);
+            print_file(&mut hasher, bin, &bin.hash);
+        }
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
             let mut origins = [Vec::new(), Vec::new()];
@@ -257,13 +293,14 @@ impl Opening<'_> {
 
     /// Documents that are tokenised into a file of ours.
     fn documents(&self, mut files: Vec<DataFile>, format: Format) -> Result<Opened, DataError> {
-        let mut hasher = blake3::Hasher::new();
         let wishes: Vec<Wish> = files.iter().map(Wish::whole).collect();
         let contents = self.access.contents(&wishes)?;
         for (file, (content, _)) in files.iter_mut().zip(contents) {
             file.hash = content.hash;
-            print_file(&mut hasher, file, &file.hash);
         }
+        self.keep_names(&mut files, Origin::of, |file, name| file.name = name);
+        let mut hasher = blake3::Hasher::new();
+        files.iter().for_each(|file| print_file(&mut hasher, file, &file.hash));
         let print = hasher.finalize();
         let sizes: Vec<(&[u8], u64)> =
             files.iter().map(|file| (&file.name[..], file.bytes)).collect();

@@ -46,9 +46,7 @@ pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataErr
         Some(b"idx") => {
             let mut bin = DataFile::named_on(&index.disk, &index.path.with_extension("bin"))?;
             // Its name as the sources have it: relative to the root.
-            bin.name = index.name.clone();
-            bin.name.truncate(index.name.len() - 3);
-            bin.name.extend(b"bin");
+            bin.name = bin_name(&index.name);
             Ok(Some(bin))
         }
         Some(b"bin") if index.is_beside("idx")? => Ok(None),
@@ -57,6 +55,12 @@ pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataErr
             Err(DataError::Unusable { path: index.path.clone(), why })
         }
     }
+}
+
+/// The name of what lies beside an index of this name, which ends with `idx`.
+pub(crate) fn bin_name(index: &[u8]) -> Vec<u8> {
+    let stem = &index[..index.len().saturating_sub(3)];
+    [stem, b"bin"].concat()
 }
 
 /// The head of an index that agrees with its `.bin` throughout.

@@ -96,6 +96,7 @@ pub fn import(
         model: weights.model().clone(),
         layout: Layout::contiguous(Mesh::data_parallel(1, 1)),
         spec_hash: String::new(),
+        training_hash: String::new(),
         data_fingerprint: String::new(),
         seed: 0,
         loss_scale: None,

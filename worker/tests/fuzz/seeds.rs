@@ -62,6 +62,7 @@ pub fn checkpoints() -> Vec<Vec<u8>> {
         model: config.model.clone(),
         layout: config.layout.clone(),
         spec_hash: hash.clone(),
+        training_hash: hash.clone(),
         data_fingerprint: hash.clone(),
         seed: 1,
         loss_scale: None,

@@ -6,7 +6,6 @@ use super::{
     Backend, Flops, Limit, Line, LinkFigures, Numa, Profile, Rdma, Setting, TopologyFile,
     takes_devices_per_node,
 };
-use crate::canonical::canonical_hash;
 use crate::job::bytes_of;
 use crate::problem::{Code, Problem, quoted};
 use crate::read::Shaped;
@@ -111,7 +110,7 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
 /// Of all that is said, whatever its order and its comments. What estimates rest on is none of
 /// it: no pod and no rank depends on an estimate.
 pub(super) fn digest(said: &Json) -> String {
-    canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
+    moejob_protocol::canonical::canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
 }
 
 /// The reader's own words are of manifests.

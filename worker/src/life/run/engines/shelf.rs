@@ -3,12 +3,13 @@
 
 use crate::attempt::api::{Control, Shown, Wait};
 use crate::attempt::saves::Patience;
-use crate::data::{Closing, Corpus, Desk, answer};
+use crate::data::{Closing, Corpus, Desk, Listing, answer};
 use crate::disk::Disk;
 use crate::failure::Failure;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::{DataConfig, TrainingConfig};
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -25,6 +26,8 @@ struct Held {
     data: DataConfig,
     training: TrainingConfig,
     vocabulary: u32,
+    /// Where the names of its files were kept before.
+    kept: Option<PathBuf>,
     opened: Arc<OnceLock<Opened>>,
     unwanted: Arc<AtomicBool>,
     disk: Disk,
@@ -54,6 +57,7 @@ impl Shelf {
             data: config.data.clone(),
             training: config.training.clone(),
             vocabulary: config.model.vocab_size,
+            kept: Listing::of_job(config),
             opened: Arc::default(),
             unwanted,
             disk,
@@ -73,9 +77,10 @@ impl Shelf {
         let (data, training, vocabulary) =
             (held.data.clone(), held.training.clone(), held.vocabulary);
         let (opened, disk) = (Arc::clone(&held.opened), held.disk.clone());
-        let at = desk.clone();
+        let (at, kept) = (desk.clone(), held.kept.clone());
         let open = move || -> Opened {
-            let corpus = Corpus::open_on(&disk, &data, &training, vocabulary);
+            let corpus =
+                Corpus::open_on(&disk, (&data, kept.as_deref()), &training, vocabulary);
             Arc::new(corpus.map(Mutex::new).map_err(|error| error.failure()))
         };
         let thread = std::thread::Builder::new().name(format!("data-{index}"));

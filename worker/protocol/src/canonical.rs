@@ -7,7 +7,27 @@
 //! field that is added later, and is nothing in all jobs from before, changes no hash. One whose
 //! default is something must not be serialised where it has that default.
 
-use serde_json::Value;
+use crate::config::TrainingConfig;
+use serde_json::{Value, json};
+
+/// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
+/// added to a job that has ended.
+pub const MUTABLE: [&str; 7] = [
+    "steps",
+    "precision",
+    "compute",
+    "recompute",
+    "offload",
+    "microBatchSize",
+    "slices",
+];
+
+/// How a job trains, and which `fraction` of its data is held out. With the model, which a
+/// checkpoint has field by field, and the fingerprint of its data it is all that makes a job, but
+/// for the places where its data lie.
+pub fn training_hash(training: &TrainingConfig, fraction: f64) -> String {
+    canonical_hash(&json!({ "training": training, "fraction": fraction }), &MUTABLE)
+}
 
 /// BLAKE3 of the canonical form, hex. Fields of the names `without`, wherever they stand, do not
 /// count: they change how a job is computed, and not what it is.
@@ -57,7 +77,6 @@ fn is_nothing(value: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn a_line_a_field_sorted_by_name() {
