@@ -12,6 +12,7 @@ mod cases;
 use cases::{Case, NODES, TRAINING, all, parts};
 use moejob_tests::{Bench, Random, number, seed, send};
 use rustix::process::Signal;
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -120,6 +121,9 @@ fn a_storm_of_kills_and_stops_costs_no_bit_and_nobody_else() {
     let blamed: Vec<_> = lost.filter(|event| event["reason"] == "DeviceFailed").collect();
     assert!(blamed.is_empty(), "{blamed:?}");
     assert_eq!(bench.count("WorkerLost"), 0, "{}", bench.output());
+    let attempts = bench.events().into_iter().filter(|event| event["event"] == "AttemptStarted");
+    let sizes: BTreeSet<u64> = attempts.filter_map(|event| event["nodes"].as_u64()).collect();
+    assert_eq!(sizes.len(), 1, "no node is avoided: {}", bench.output());
     // The losses are those of one rank that nothing disturbs.
     let done = newest();
     let alone = nodes.replace("devicesPerNode: 4, min: 1, max: 4", "min: 1, max: 1");

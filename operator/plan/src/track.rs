@@ -282,9 +282,12 @@ impl Tracker {
     }
 
     /// The two nodes that have lost each other, if that is why the present gang is over: both their
-    /// workers live, as do all others.
+    /// workers live, as do all others, and no engine was lost before.
     fn parting(&self) -> Option<(String, String)> {
         let (mut from, mut lost) = self.present.parted?;
+        if self.observed.record.first_lost.is_some() {
+            return None;
+        }
         let gang = self.observed.gang()?;
         let member = |rank: u32| gang.member_of(rank);
         let same = |a: u32, b: u32| member(a).map(|of| of.rank) == member(b).map(|of| of.rank);

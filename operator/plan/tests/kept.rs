@@ -13,7 +13,7 @@ use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::links::Built;
 use moejob_protocol::message::{Held, Hello, LeftReason, Request, Up};
 use moejob_protocol::pair::{ID_DIGITS, Meeting, PAIR_CHECK, PairAnswer, PairSaid};
-use moejob_protocol::report::{Detail, Event, EventKind};
+use moejob_protocol::report::{Detail, Event, EventKind, LOST, VICTIM};
 use std::collections::{BTreeMap, BTreeSet};
 use world::{Setup, World};
 
@@ -49,6 +49,14 @@ fn ends(tracker: &mut Tracker, now: Millis) {
 
 fn fails(tracker: &mut Tracker, name: &str, exit_code: i32, message: &str) {
     tracker.heard(name, 1, &Up::Failed { exit_code, message: message.to_string(), step: None }, 0);
+}
+
+/// Of attempt 1.
+fn engine_lost(reason: &str) -> Up {
+    let details = BTreeMap::from([("device".to_string(), Detail::Number(7))]);
+    let (time, message) = Default::default();
+    let (event, reason) = (EventKind::EngineLost, reason.to_string());
+    Up::Event(Event { time, attempt: 1, event, reason, message, details })
 }
 
 /// Whose nodes have lost each other, after all four have left, in this order.
@@ -105,6 +113,13 @@ fn those_part_who_have_lost_each_other_and_live() {
         tracker.done(&Action::StopWorker { name, grace: 0 }, 1);
     };
     assert_eq!(partings(&both, stopped), []);
+    // So does an engine that was killed: its worker may be asked to leave before it says so.
+    let engine = |reason: &str| {
+        let lost = engine_lost(reason);
+        move |tracker: &mut Tracker| drop(tracker.heard("j-1", 1, &lost, 1))
+    };
+    assert_eq!(partings(&both, engine(LOST)), []);
+    assert_eq!(partings(&both, engine(VICTIM)), pair("j-0", "j-1"));
 }
 
 /// Ranks of one worker are one place: what two of them say is said of one node.
@@ -165,12 +180,7 @@ fn failed_devices(heard: &[(&str, Up)], then: impl Fn(&mut Tracker)) -> Vec<u64>
 #[test]
 fn an_attempt_has_one_culprit_and_all_others_are_victims() {
     let device = |name, device| (name, said::device_failed(1, device));
-    let engine = |name, reason: &str| {
-        let details = BTreeMap::from([("device".to_string(), Detail::Number(7))]);
-        let (time, message) = Default::default();
-        let (event, reason) = (EventKind::EngineLost, reason.to_string());
-        (name, Up::Event(Event { time, attempt: 1, event, reason, message, details }))
-    };
+    let engine = |name, reason: &str| (name, engine_lost(reason));
     let nothing = |_: &mut Tracker| {};
     assert_eq!(failed_devices(&[device("j-0", 2)], nothing), [2]);
     // What follows from it fails as well, on its own node or on others.
