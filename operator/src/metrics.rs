@@ -1,7 +1,7 @@
 //! What the operator tells of itself: figures for `scrape`, health for the kubelet (`/healthz`,
 //! `/readyz`).
 
-use crate::http::{self, Page, Request};
+use crate::http::{self, Page, Place, Request};
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
 use moejob_plan::track::Recovery;
@@ -133,11 +133,11 @@ impl Metrics {
     /// # Errors
     /// When nothing can listen there.
     pub async fn serve(self, at: SocketAddr) -> io::Result<()> {
-        http::serve(at, |stream| self.clone().answer(stream)).await
+        http::serve(at, |stream, place| self.clone().answer(stream, place)).await
     }
 
-    async fn answer(self, mut stream: TcpStream) -> io::Result<()> {
-        let Some(request) = http::read(&mut stream).await? else { return Ok(()) };
+    async fn answer(self, mut stream: TcpStream, mut place: Place) -> io::Result<()> {
+        let Some(request) = place.read(&mut stream).await? else { return Ok(()) };
         http::write(&mut stream, self.page(&request)).await
     }
 

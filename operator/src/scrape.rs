@@ -8,7 +8,7 @@
 //! The names of jobs and namespaces and the course of their losses are nobody's business but of
 //! those to whom the cluster gives them (`moejob-metrics` in manifests/users.yaml).
 
-use crate::http::{self, Page, Request};
+use crate::http::{self, Page, Place, Request};
 use crate::metrics::Metrics;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
 use k8s_openapi::api::authorization::v1::{
@@ -66,12 +66,12 @@ impl Scrape {
     /// # Errors
     /// When nothing can listen there.
     pub async fn serve(self, at: SocketAddr) -> io::Result<()> {
-        http::serve(at, |stream| self.clone().answer(stream)).await
+        http::serve(at, |stream, place| self.clone().answer(stream, place)).await
     }
 
-    async fn answer(self, stream: TcpStream) -> io::Result<()> {
+    async fn answer(self, stream: TcpStream, mut place: Place) -> io::Result<()> {
         let mut stream = self.acceptor.accept(stream).await?;
-        let Some(request) = http::read(&mut stream).await? else { return Ok(()) };
+        let Some(request) = place.read(&mut stream).await? else { return Ok(()) };
         let page = self.page(&request).await;
         http::write(&mut stream, page).await
     }

@@ -6,6 +6,46 @@ use moejob_plan::engines::{EngineLoss, RankPlace};
 use moejob_plan::track::Recovery;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// A kubelet is answered at once, however many have connected and ask nothing, or half of it.
+#[tokio::test]
+async fn who_asks_is_answered_whoever_waits() {
+    let at = std::net::TcpListener::bind("127.0.0.1:0").and_then(|of| of.local_addr());
+    let at = at.expect("a port");
+    let server = tokio::spawn(Metrics::default().serve(at));
+    let mut waiting = Vec::new();
+    for number in 0..200 {
+        let mut stream = loop {
+            match TcpStream::connect(at).await {
+                Ok(stream) => break stream,
+                // It does not listen yet.
+                Err(_) => tokio::task::yield_now().await,
+            }
+        };
+        if number % 2 == 0 {
+            stream.write_all(b"GET /healthz HTTP/1.1\r\n").await.expect("half of a request");
+        }
+        waiting.push(stream);
+    }
+    let mut asks = TcpStream::connect(at).await.expect("a place");
+    asks.write_all(b"GET /healthz HTTP/1.1\r\n\r\n").await.expect("a request");
+    let mut answer = String::new();
+    let read = asks.read_to_string(&mut answer);
+    // Those who wait have seconds; a kubelet gives three.
+    let answered = tokio::time::timeout(Duration::from_secs(3), read).await;
+    answered.expect("in time").expect("an answer");
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    // The oldest were shut out, the newest wait on.
+    assert_eq!(waiting[0].read(&mut [0]).await.unwrap_or_default(), 0);
+    let newest = waiting.last_mut().expect("many");
+    newest.write_all(b"GET /healthz HTTP/1.1\r\n\r\n").await.expect("the other half");
+    let mut answer = String::new();
+    newest.read_to_string(&mut answer).await.expect("an answer");
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    server.abort();
+}
 
 #[test]
 fn figures_are_written_as_prometheus_reads_them() {

@@ -2,8 +2,9 @@
 //! that `kubectl explain` shows, too.
 
 use crate::changes::CHANGEABLE;
-use crate::problem::nearest;
+use crate::problem::{CODES, nearest};
 use crate::spec::Preset;
+use crate::synonyms::meant;
 use crate::{crd, identity, preset, read};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -225,18 +226,34 @@ pub fn find<'a>(fields: &'a [Field], typed: &str) -> Result<Vec<&'a Field>, Stri
     if !same.is_empty() {
         return Err(format!("no field spec.{plain}; there is {}", same.join(", ")));
     }
-    let meant = nearest(&plain, fields.iter().map(|field| field.path.as_str()));
-    Err(match meant {
-        Some(meant) => format!("no field spec.{plain}; did you mean spec.{meant}?"),
-        None => format!("no field spec.{plain}; `moejob explain` lists the first ones"),
+    let near = nearest(&plain, fields.iter().map(|field| field.path.as_str()));
+    Err(match (meant(last), near) {
+        (Some((_, advice)), _) => format!("no field spec.{plain}; {advice}"),
+        (None, Some(near)) => format!("no field spec.{plain}; did you mean spec.{near}?"),
+        (None, None) => format!("no field spec.{plain}; `moejob explain` lists the first ones"),
     })
 }
 
-/// The answer to `moejob explain FIELD`.
+/// What the code of a refusal, such as E0204, stands for. None: `typed` is none.
+fn of_code(typed: &str) -> Option<Result<String, String>> {
+    let digits = typed.strip_prefix(['E', 'e']).filter(|digits| digits.len() == 4)?;
+    let number: u16 = digits.parse().ok()?;
+    let all = CODES.iter().map(|(code, _)| code.to_string());
+    let found = CODES.iter().find(|(code, _)| *code as u16 == number);
+    Some(match found {
+        Some((code, about)) => Ok(format!("{code}: {}\n", wrapped(about, 78, "  ").trim_start())),
+        None => Err(format!("no code E{digits}; there is {}", all.collect::<Vec<_>>().join(", "))),
+    })
+}
+
+/// The answer to `moejob explain FIELD`, or to `moejob explain CODE`.
 ///
 /// # Errors
 /// See [`find`].
 pub fn explain(typed: &str) -> Result<String, String> {
+    if let Some(told) = of_code(typed) {
+        return told;
+    }
     let fields = fields();
     let found = find(&fields, typed)?;
     let plain = plain(typed);
@@ -410,6 +427,26 @@ mod tests {
             }
         }
         assert!(lacking.is_empty(), "no text, or no default:\n{}", lacking.join("\n"));
+    }
+
+    #[test]
+    fn a_code_says_what_it_stands_for_and_a_word_of_others_which_field_it_is() {
+        let batch = explain("E0204").expect("a code");
+        assert!(batch.starts_with("E0204: Steps, batches"), "{batch}");
+        let none = explain("e0999").expect_err("no code");
+        assert!(none.starts_with("no code E0999; there is E0001, E0002"), "{none}");
+        // The enum beside the list has as many.
+        let source = include_str!("problem.rs");
+        let variants = source.lines().filter(|line| {
+            line.trim_end_matches(',').split_once(" = ").is_some_and(|(name, number)| {
+                name.starts_with("    ") && number.parse::<u16>().is_ok()
+            })
+        });
+        assert_eq!(variants.count(), CODES.len());
+        assert!(CODES.is_sorted_by_key(|(code, _)| *code as u16));
+        let rate = explain("lr").expect_err("no field");
+        let expected = "no field spec.lr; here it is spec.training.optimizer.adamw.learningRate";
+        assert_eq!(rate, expected);
     }
 
     #[test]

@@ -37,5 +37,6 @@ pub mod identity;
 pub mod changes;
 pub mod edit;
 pub mod explain;
+mod synonyms;
 
 pub use job::Job;

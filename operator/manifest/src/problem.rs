@@ -56,6 +56,51 @@ pub enum Code {
     Unsupported = 301,
 }
 
+/// What each of them says, in words.
+pub const CODES: [(Code, &str); 41] = [
+    (Code::TooLarge, "The text is longer than a manifest may be."),
+    (Code::Encoding, "The text is not UTF-8."),
+    (Code::Character, "A character that no manifest needs, such as a control, stands in it."),
+    (Code::Tab, "A line is indented by a tab; YAML wants spaces."),
+    (Code::Syntax, "The text is no YAML."),
+    (Code::Documents, "The file has another number of documents than the command takes."),
+    (Code::Nesting, "Values lie deeper in each other than a manifest needs."),
+    (Code::Aliases, "Anchors, aliases and merges are not read: write out what they stand for."),
+    (Code::Tag, "A YAML tag stands there; values have the kind that their field has."),
+    (Code::Kind, "apiVersion and kind say that this is no MoeJob that this program knows."),
+    (Code::UnknownField, "No field has that name there. `moejob explain` tells those that are."),
+    (Code::Duplicate, "A field stands there twice, and one of them would be ignored."),
+    (Code::Missing, "A field that must be given is not there."),
+    (Code::WrongKind, "The value is of another kind than its field: text, number, list, group."),
+    (Code::OutOfRange, "The number is beyond the bounds of its field."),
+    (Code::NotOneOf, "The word is none of those that the field takes."),
+    (Code::Length, "The text, list or group is longer or shorter than its field allows."),
+    (Code::Ambiguous, "Readers of YAML differ over the value; quote it, or write it otherwise."),
+    (Code::Status, "The operator alone writes that part."),
+    (Code::Name, "The name is none that a job can have: it becomes part of names of pods."),
+    (Code::Nodes, "Numbers of nodes, devices or spares do not fit each other or the profile."),
+    (Code::Divides, "A size does not divide another one that it has to."),
+    (Code::Batch, "Steps, batches and what comes every so many steps do not fit each other."),
+    (Code::Ranks, "There are not as many micro-batches, or experts, as ranks want."),
+    (Code::Experts, "Numbers of experts do not fit each other."),
+    (Code::LearningRate, "Learning rates, or the steps of their schedule, do not fit each other."),
+    (Code::OneOf, "Exactly one of some fields has to be given."),
+    (Code::Path, "The path or glob is none that workers could read."),
+    (Code::Image, "The name is none that an image can have."),
+    (Code::Pod, "The pod template has what the operator writes itself, or what no pod has."),
+    (Code::Quantity, "The quantity is none that Kubernetes reads."),
+    (Code::Duration, "The duration is none: 500ms, 3s, 10m and 1h are."),
+    (Code::Vocabulary, "The vocabulary does not hold what the tokenizer or a field wants."),
+    (Code::Layers, "Layers are named that the model does not have."),
+    (Code::SameOutput, "Two jobs would write over each other's checkpoints."),
+    (Code::Immutable, "The field cannot change while the job is there."),
+    (Code::Durable, "What is written would be lost with the pod."),
+    (Code::Router, "Fields of the router do not fit each other."),
+    (Code::Cost, "The job would take too much time or memory to plan."),
+    (Code::Device, "The devices that the profile names do not compute that."),
+    (Code::Unsupported, "The manifest is valid, and what it asks for is not built yet."),
+];
+
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "E{:04}", *self as u16)

@@ -6,7 +6,9 @@
 
 use crate::crd::{self, FP32_MIN};
 use crate::problem::{Code, Problem, nearest, quoted};
+use crate::rules::DURATIONS;
 use crate::spec::MoeJobSpec;
+use crate::synonyms::meant;
 use crate::yaml::{self, Entry, Node, Value};
 use serde_json::{Map, Value as Json, json};
 use std::sync::LazyLock;
@@ -255,15 +257,20 @@ impl Walk {
             return self.value(&entry.value, &schema["additionalProperties"], at);
         }
         let names = field_names(schema);
-        let advice = match nearest(&entry.key, names.iter().map(String::as_str)) {
-            Some(name) => format!("did you mean `{name}`?"),
-            None if names.len() == 1 => "use that one".to_string(),
-            None => "delete it".to_string(),
+        let near = nearest(&entry.key, names.iter().map(String::as_str));
+        let advice = match (meant(&entry.key), near) {
+            (Some((path, advice)), _) => {
+                self.broken.push(format!("spec.{path}"));
+                advice
+            }
+            // The parent may miss what this was meant to be; the one message says it all.
+            (None, Some(name)) => {
+                self.broken.push(join(parent, name));
+                format!("did you mean `{name}`?")
+            }
+            (None, None) if names.len() == 1 => "use that one".to_string(),
+            (None, None) => "delete it".to_string(),
         };
-        // The parent may miss what this was meant to be; the one message says it all.
-        if let Some(name) = nearest(&entry.key, names.iter().map(String::as_str)) {
-            self.broken.push(join(parent, name));
-        }
         self.refuse(
             Problem::new(Code::UnknownField, at)
                 .at(entry.place)
@@ -440,8 +447,13 @@ impl Walk {
             return self.word(node, text, &words, path);
         }
         if *plain && !is_text(text) {
-            let advice = format!("YAML readers differ over it: quote it, \"{text}\"");
-            return self.typed(Code::Ambiguous, node, text, "text", &advice, path);
+            let duration = DURATIONS.iter().any(|name| path == format!("spec.recovery.{name}"));
+            let (allowed, advice) = if duration && decimal(text) {
+                ("a duration with its unit", format!("write {text}s, if seconds are meant"))
+            } else {
+                ("text", format!("YAML readers differ over it: quote it, \"{text}\""))
+            };
+            return self.typed(Code::Ambiguous, node, text, allowed, &advice, path);
         }
         let least = schema["minLength"].as_u64().unwrap_or(0);
         let most = schema["maxLength"].as_u64().unwrap_or(u64::MAX);

@@ -15,6 +15,16 @@ use crate::workspace;
 use moejob_protocol::config::Tokenizer;
 use moejob_protocol::message::GANG_RANKS_MAX;
 
+/// Fields of `spec.recovery` that are durations.
+pub(crate) const DURATIONS: [&str; 6] = [
+    "heartbeatTimeout",
+    "stepTimeout",
+    "window",
+    "growthInterval",
+    "orphanTimeout",
+    "gangTimeout",
+];
+
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
 pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, Vec<Problem>) {
     let (problems, warnings) = (Vec::new(), Vec::new());
@@ -533,14 +543,14 @@ impl Rules<'_> {
     fn recovery(&mut self) {
         let Some(typed) = self.spec.recovery.clone() else { return };
         let fields = [
-            ("heartbeatTimeout", typed.heartbeat_timeout, 1_000),
-            ("stepTimeout", typed.step_timeout, 1_000),
-            ("window", typed.window, 1_000),
-            ("growthInterval", typed.growth_interval, 0),
-            ("orphanTimeout", typed.orphan_timeout, 0),
-            ("gangTimeout", typed.gang_timeout, 1_000),
+            (typed.heartbeat_timeout, 1_000),
+            (typed.step_timeout, 1_000),
+            (typed.window, 1_000),
+            (typed.growth_interval, 0),
+            (typed.orphan_timeout, 0),
+            (typed.gang_timeout, 1_000),
         ];
-        for (name, text, least) in fields {
+        for (name, (text, least)) in DURATIONS.into_iter().zip(fields) {
             let Some(text) = text else { continue };
             let auto = name == "stepTimeout" && text == "auto";
             if auto || millis_of(&text).is_some_and(|millis| millis >= least) {

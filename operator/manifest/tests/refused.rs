@@ -35,6 +35,30 @@ fn every_bad_manifest_is_refused_as_the_table_says() {
     assert!(cases > 120, "only {cases} cases were read");
 }
 
+/// Whoever brings words of another trainer along is told those of this one, and once.
+#[test]
+fn words_of_other_trainers_are_told_by_the_fields_that_they_mean() {
+    let told = |from: &str, to: &str| {
+        assert!(BASE.contains(from), "{from}");
+        let problems = Job::read(BASE.replacen(from, to, 1).as_bytes()).expect_err(to);
+        let told = problems.iter().map(|problem| format!("{}: {}", problem.path, problem.advice));
+        told.collect::<Vec<_>>()
+    };
+    let seconds = told("checkpoint:", "recovery: { heartbeatTimeout: 3 }\n  checkpoint:");
+    assert_eq!(
+        seconds,
+        ["spec.recovery.heartbeatTimeout: write 3s, if seconds are meant"]
+    );
+    let num = told("experts: { count", "experts: { num");
+    assert_eq!(num, ["spec.model.experts.num: here it is spec.model.experts.count"]);
+    let epochs = told("    steps: 100", "    num_train_epochs: 3");
+    let expected = "spec.training.num_train_epochs: here it is spec.training.steps: a step takes";
+    assert!(epochs.len() == 1 && epochs[0].starts_with(expected), "{epochs:?}");
+    let rate = told("learningRate", "lr");
+    let expected = "here it is spec.training.optimizer.adamw.learningRate";
+    assert!(rate.len() == 1 && rate[0].ends_with(expected), "{rate:?}");
+}
+
 #[test]
 fn two_jobs_do_not_share_a_folder() {
     let job = |edit: &str| {

@@ -12,7 +12,8 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 pub struct ExplainArgs {
-    /// A field of the manifest, such as training.steps or model.router; without one the first ones.
+    /// A field of the manifest, such as training.steps or model.router, or the code of a refusal,
+    /// such as E0204; without one the first fields.
     #[arg(default_value = "")]
     pub field: String,
     /// Every field, as docs/manifest.md has them.

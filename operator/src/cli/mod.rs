@@ -33,6 +33,7 @@ pub mod validate;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use moe::CalledAs;
 use moe_worker::failure::chain;
+use moe_worker::life::variables;
 use moejob_protocol::pod::ENV_WORKER;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -58,6 +59,7 @@ pub struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Run a whole job on this machine.
+    #[command(alias = "train")]
     Run(run::RunArgs),
     /// Name every problem of manifests, with line and column.
     Validate(validate::ValidateArgs),
@@ -145,6 +147,11 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
 /// Runs one command.
 pub fn dispatch(cli: Cli) -> ExitCode {
     start_logs(&cli);
+    let refused = variables::refused(|name| std::env::var(name).ok());
+    if !refused.is_empty() {
+        refused.iter().for_each(|line| eprintln!("moejob: the variable {line}"));
+        return ExitCode::from(2);
+    }
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Validate(args) => validate::run(&args),

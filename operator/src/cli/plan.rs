@@ -1,7 +1,7 @@
 //! `moejob plan FILE`: the plan, its reasons and what-ifs, offline.
 
 use super::profiles::OwnProfiles;
-use super::validate::read_job;
+use super::validate::{Changed, read_changed_job};
 use clap::{Args, ValueEnum};
 use moejob_fabric::topology::NodeInfo;
 use moejob_manifest::Job;
@@ -25,6 +25,9 @@ pub struct PlanArgs {
     /// it, as many as the job wants.
     #[arg(long)]
     pub nodes: Option<PathBuf>,
+    /// Another value of a field, such as nodes.max=8. May be given several times.
+    #[arg(long, value_name = "FIELD=VALUE")]
+    pub set: Vec<String>,
     #[command(flatten)]
     pub profiles: OwnProfiles,
     #[command(flatten)]
@@ -54,7 +57,8 @@ pub enum Form {
 
 pub fn run(args: &PlanArgs) -> ExitCode {
     // What cannot run yet stands in the plan, too.
-    let job = match read_job(&args.file, &args.profiles) {
+    let changed = Changed { sets: &args.set, name: None };
+    let job = match read_changed_job(&args.file, &args.profiles, &changed) {
         Ok(read) => read.job,
         Err(code) => return code,
     };

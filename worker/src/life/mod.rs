@@ -13,3 +13,4 @@ pub mod affinity;
 pub mod machine;
 pub mod topology;
 pub mod process;
+pub mod variables;
