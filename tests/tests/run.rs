@@ -233,7 +233,8 @@ fn data_that_were_moved_are_the_same_data() {
     let path = moved.path().join("job.yaml");
     let text = std::fs::read_to_string(&path).expect("manifest");
     let lies_in = |folder: &str| {
-        let manifest = text.replace("corpus/", &format!("{}/", moved.path().join(folder).display()));
+        let folder = moved.path().join(folder);
+        let manifest = text.replace("corpus/", &format!("{}/", folder.display()));
         assert_ne!(manifest, text);
         std::fs::write(&path, manifest).expect("manifest");
     };

@@ -12,6 +12,7 @@
 pub mod durable;
 mod error;
 mod files;
+mod fingerprint;
 mod content;
 mod index;
 mod handles;
@@ -58,8 +59,8 @@ pub use tokenize::{Document, Recipe, Tokens, jsonl, threads};
 pub use tokenizer::Encoder;
 
 use crate::disk::Disk;
-use moejob_protocol::config::{DataConfig, DataSource, Tokenizer, TrainingConfig};
-use open::{Access, Opened, Opening, Origin, Part};
+use moejob_protocol::config::{DataConfig, DataSource, TrainingConfig};
+use open::{Access, Opening, Origin, Part};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -170,7 +171,7 @@ impl Corpus {
             }
             None => None,
         };
-        let fingerprint = fingerprint(data, &encoder, &weights, &opened, apart.as_ref());
+        let fingerprint = fingerprint::of(data, &encoder, &weights, &opened, apart.as_ref());
         let held_out = match apart {
             Some(apart) => vec![apart.training],
             None => opened.iter_mut().map(|part| std::mem::take(&mut part.held_out)).collect(),
@@ -456,57 +457,4 @@ fn any(data: &DataConfig, wanted: &dyn Fn(&DataSource) -> bool) -> bool {
         source => wanted(source),
     };
     one(&data.source) || data.held_out.as_ref().is_some_and(one)
-}
-
-/// What a checkpoint belongs to. Text read as bytes alone has its files' own fingerprint.
-fn fingerprint(
-    data: &DataConfig,
-    encoder: &Encoder,
-    weights: &[f64],
-    opened: &[Opened],
-    held_out: Option<&Opened>,
-) -> String {
-    let plain = matches!(data.source, DataSource::Text { .. })
-        && data.tokenizer == Tokenizer::Bytes
-        && data.end_of_document.is_none()
-        && !data.reset_at_boundaries
-        && !data.mask_at_boundaries
-        && data.held_out.is_none();
-    if plain && let [part] = opened {
-        return part.fingerprint.to_hex().to_string();
-    }
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(b"moejob data 1");
-    let mut source = |source: &DataSource, weight: f64, print: &blake3::Hash| {
-        let kind = match source {
-            DataSource::Text { .. } => "text".to_string(),
-            DataSource::Jsonl { field, .. } => format!("jsonl {field}"),
-            DataSource::Parquet { field, .. } => format!("parquet {field}"),
-            DataSource::Tokens { dtype, .. } => format!("tokens {dtype:?}"),
-            DataSource::Megatron { .. } => "megatron".to_string(),
-            DataSource::Mixture { .. } => "mixture".to_string(),
-        };
-        hasher.update(&(kind.len() as u64).to_le_bytes());
-        hasher.update(kind.as_bytes());
-        hasher.update(&weight.to_bits().to_le_bytes());
-        hasher.update(print.as_bytes());
-    };
-    match &data.source {
-        DataSource::Mixture { parts } => {
-            for ((part, opened), weight) in parts.iter().zip(opened).zip(weights) {
-                source(&part.source, *weight, &opened.fingerprint);
-            }
-        }
-        one => opened.iter().for_each(|part| source(one, 1.0, &part.fingerprint)),
-    }
-    if let Some((held_out, opened)) = data.held_out.as_ref().zip(held_out) {
-        source(held_out, 0.0, &opened.fingerprint);
-    }
-    hasher.update(&encoder.fingerprint());
-    hasher.update(&data.end_of_document.map_or(u64::MAX, u64::from).to_le_bytes());
-    hasher.update(&[u8::from(data.reset_at_boundaries)]);
-    if data.mask_at_boundaries {
-        hasher.update(b"masked");
-    }
-    hasher.finalize().to_hex().to_string()
 }

@@ -5,6 +5,7 @@ use super::content::{Content, Ids, Wish, in_parallel};
 use super::divide::{divide, is_held_out};
 use super::documents::{Format, Position, Reader};
 use super::files::{self, DataFile};
+use super::fingerprint::print_file;
 use super::handles::Handles;
 use super::index;
 use super::listing::Listing;
@@ -473,11 +474,4 @@ pub(crate) fn token_store(
 pub(crate) fn is_text(file: &DataFile) -> Result<(), DataError> {
     let head = file.head(header::HEAD_BYTES)?;
     header::not_foreign(&head, false).map_err(|(at, why)| DataError::bad(&file.path, at, why))
-}
-
-fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) {
-    hasher.update(&(file.name.len() as u64).to_le_bytes());
-    hasher.update(&file.name);
-    hasher.update(&file.bytes.to_le_bytes());
-    hasher.update(content);
 }

@@ -10,6 +10,7 @@ use crate::job::bytes_of;
 use crate::problem::{Code, Problem, quoted};
 use crate::read::Shaped;
 use crate::resources::thousandths;
+use moejob_protocol::canonical::canonical_hash;
 use moejob_protocol::cpus::cpu_list;
 use moejob_protocol::topology::Pci;
 use serde::Deserialize;
@@ -110,7 +111,7 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
 /// Of all that is said, whatever its order and its comments. What estimates rest on is none of
 /// it: no pod and no rank depends on an estimate.
 pub(super) fn digest(said: &Json) -> String {
-    moejob_protocol::canonical::canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
+    canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
 }
 
 /// The reader's own words are of manifests.
