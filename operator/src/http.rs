@@ -46,7 +46,7 @@ pub struct Place {
     number: u64,
     unasked: Unasked,
     answers: Arc<Semaphore>,
-    /// What it has since it has asked: nobody takes its place any more.
+    /// A connection that has asked holds these until it is answered: nobody takes its place.
     asked: Option<(oneshot::Sender<()>, OwnedSemaphorePermit)>,
 }
 

@@ -234,7 +234,7 @@ pub fn find<'a>(fields: &'a [Field], typed: &str) -> Result<Vec<&'a Field>, Stri
     })
 }
 
-/// What the code of a refusal, such as E0204, stands for. None: `typed` is none.
+/// Explains the code of a refusal, such as E0204. None: `typed` is no code.
 fn of_code(typed: &str) -> Option<Result<String, String>> {
     let digits = typed.strip_prefix(['E', 'e']).filter(|digits| digits.len() == 4)?;
     let number: u16 = digits.parse().ok()?;

@@ -56,7 +56,7 @@ pub enum Code {
     Unsupported = 301,
 }
 
-/// What each of them says, in words.
+/// Every code, ascending, with a sentence that says what it stands for.
 pub const CODES: [(Code, &str); 41] = [
     (Code::TooLarge, "The text is longer than a manifest may be."),
     (Code::Encoding, "The text is not UTF-8."),

@@ -447,7 +447,8 @@ impl Walk {
             return self.word(node, text, &words, path);
         }
         if *plain && !is_text(text) {
-            let duration = DURATIONS.iter().any(|name| path == format!("spec.recovery.{name}"));
+            let of_recovery = path.strip_prefix("spec.recovery.");
+            let duration = DURATIONS.iter().any(|(name, _)| of_recovery == Some(name));
             let (allowed, advice) = if duration && decimal(text) {
                 ("a duration with its unit", format!("write {text}s, if seconds are meant"))
             } else {

@@ -15,14 +15,14 @@ use crate::workspace;
 use moejob_protocol::config::Tokenizer;
 use moejob_protocol::message::GANG_RANKS_MAX;
 
-/// Fields of `spec.recovery` that are durations.
-pub(crate) const DURATIONS: [&str; 6] = [
-    "heartbeatTimeout",
-    "stepTimeout",
-    "window",
-    "growthInterval",
-    "orphanTimeout",
-    "gangTimeout",
+/// Fields of `spec.recovery` that are durations, and the least milliseconds of each.
+pub(crate) const DURATIONS: [(&str, u64); 6] = [
+    ("heartbeatTimeout", 1_000),
+    ("stepTimeout", 1_000),
+    ("window", 1_000),
+    ("growthInterval", 0),
+    ("orphanTimeout", 0),
+    ("gangTimeout", 1_000),
 ];
 
 /// Problems and warnings. Rules about a field in `broken` say nothing: it has its problem already.
@@ -541,24 +541,16 @@ impl Rules<'_> {
     }
 
     fn recovery(&mut self) {
-        let Some(typed) = self.spec.recovery.clone() else { return };
-        let fields = [
-            (typed.heartbeat_timeout, 1_000),
-            (typed.step_timeout, 1_000),
-            (typed.window, 1_000),
-            (typed.growth_interval, 0),
-            (typed.orphan_timeout, 0),
-            (typed.gang_timeout, 1_000),
-        ];
-        for (name, (text, least)) in DURATIONS.into_iter().zip(fields) {
-            let Some(text) = text else { continue };
+        let typed = serde_json::to_value(&self.spec.recovery).unwrap_or_default();
+        for (name, least) in DURATIONS {
+            let Some(text) = typed[name].as_str() else { continue };
             let auto = name == "stepTimeout" && text == "auto";
-            if auto || millis_of(&text).is_some_and(|millis| millis >= least) {
+            if auto || millis_of(text).is_some_and(|millis| millis >= least) {
                 continue;
             }
             let or = if name == "stepTimeout" { ", or auto" } else { "" };
             let problem = Problem::new(Code::Duration, format!("spec.recovery.{name}"))
-                .found(quoted(&text))
+                .found(quoted(text))
                 .allowed(format!("a duration of {least}ms to 720h{or}"))
                 .advice("write it as 500ms, 3s, 10m or 1h");
             self.refuse(problem, &[]);

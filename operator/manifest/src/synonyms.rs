@@ -1,100 +1,75 @@
-//! What other trainers call the fields of a manifest, for whoever brings a habit along.
+//! This table says what other trainers call the fields of a manifest.
 
-/// A word of theirs, in small letters without `_` and `-`; the field here, by its path below
-/// `spec`; and what is to be known beside its name, if anything.
-struct Synonym(&'static str, &'static str, &'static str);
+/// A field by its path below `spec`; what is to be known beside its name, if anything; and the
+/// words that others have for it, in small letters without `_` and `-`.
+struct Synonyms(&'static str, &'static str, &'static [&'static str]);
 
-const SYNONYMS: &[Synonym] = &[
-    Synonym("lr", "training.optimizer.adamw.learningRate", ""),
-    Synonym("maxlr", "training.optimizer.adamw.learningRate", ""),
-    Synonym("minlr", "training.schedule.cosine.minLearningRate", ""),
-    Synonym("warmup", "training.schedule.cosine.warmupSteps", ""),
-    Synonym("warmupiters", "training.schedule.cosine.warmupSteps", ""),
-    Synonym("lrwarmupiters", "training.schedule.cosine.warmupSteps", ""),
-    Synonym("warmupratio", "training.schedule.cosine.warmupSteps", "it counts steps"),
-    Synonym("eps", "training.optimizer.adamw.epsilon", ""),
-    Synonym("adamepsilon", "training.optimizer.adamw.epsilon", ""),
-    Synonym("clipgrad", "training.maxGradNorm", ""),
-    Synonym("gradclip", "training.maxGradNorm", ""),
-    Synonym("gradientclipping", "training.maxGradNorm", ""),
-    Synonym("epochs", "training.steps", EPOCHS),
-    Synonym("numepochs", "training.steps", EPOCHS),
-    Synonym("numtrainepochs", "training.steps", EPOCHS),
-    Synonym("maxsteps", "training.steps", ""),
-    Synonym("maxiters", "training.steps", ""),
-    Synonym("trainiters", "training.steps", ""),
-    Synonym("trainsteps", "training.steps", ""),
-    Synonym("batchsize", "training.globalBatchSize", BATCH),
-    Synonym("trainbatchsize", "training.globalBatchSize", BATCH),
-    Synonym("perdevicetrainbatchsize", "training.microBatchSize", ""),
-    Synonym("devicebatchsize", "training.microBatchSize", ""),
-    Synonym("gradientaccumulationsteps", "training.globalBatchSize", ACCUMULATION),
-    Synonym("gradaccum", "training.globalBatchSize", ACCUMULATION),
-    Synonym("dtype", "training.precision", ""),
-    Synonym("bf16", "training.precision", "write precision: bf16"),
-    Synonym("fp16", "training.precision", "write precision: fp16"),
-    Synonym("activationcheckpointing", "training.recompute", ""),
-    Synonym("gradientcheckpointing", "training.recompute", ""),
-    Synonym("cpuoffload", "training.offload", "write offload: host"),
-    Synonym("seqlen", "data.sequenceLength", ""),
-    Synonym("seqlength", "data.sequenceLength", ""),
-    Synonym("maxseqlen", "data.sequenceLength", ""),
-    Synonym("maxlength", "data.sequenceLength", ""),
-    Synonym("contextlength", "data.sequenceLength", ""),
-    Synonym("blocksize", "data.sequenceLength", ""),
-    Synonym("evalinterval", "data.validation.everySteps", ""),
-    Synonym("evalsteps", "data.validation.everySteps", ""),
-    Synonym("saveinterval", "checkpoint.everySteps", ""),
-    Synonym("savesteps", "checkpoint.everySteps", ""),
-    Synonym("savetotallimit", "checkpoint.keep", ""),
-    Synonym("dmodel", "model.hiddenSize", ""),
-    Synonym("nembd", "model.hiddenSize", ""),
-    Synonym("hiddendim", "model.hiddenSize", ""),
-    Synonym("nlayer", "model.numHiddenLayers", ""),
-    Synonym("nlayers", "model.numHiddenLayers", ""),
-    Synonym("numlayers", "model.numHiddenLayers", ""),
-    Synonym("nhead", "model.numAttentionHeads", ""),
-    Synonym("nheads", "model.numAttentionHeads", ""),
-    Synonym("numheads", "model.numAttentionHeads", ""),
-    Synonym("num", "model.experts.count", ""),
-    Synonym("numexperts", "model.experts.count", ""),
-    Synonym("nexperts", "model.experts.count", ""),
-    Synonym("numlocalexperts", "model.experts.count", ""),
-    Synonym("nroutedexperts", "model.experts.count", ""),
-    Synonym("topk", "model.experts.perToken", ""),
-    Synonym("numexpertspertok", "model.experts.perToken", ""),
-    Synonym("moeroutertopk", "model.experts.perToken", ""),
-    Synonym("moeintermediatesize", "model.experts.intermediateSize", ""),
-    Synonym("ffnhiddensize", "model.experts.intermediateSize", ""),
-    Synonym("nsharedexperts", "model.experts.shared", ""),
-    Synonym("capacity", "model.router.capacityFactor", ""),
-    Synonym("routerauxlosscoef", "model.router.auxLossCoef", ""),
-    Synonym("ep", "parallelism.expert", ""),
-    Synonym("expertparallelsize", "parallelism.expert", ""),
-    Synonym("expertmodelparallelsize", "parallelism.expert", ""),
-    Synonym("tp", "parallelism.tensor", ""),
-    Synonym("tensormodelparallelsize", "parallelism.tensor", ""),
-    Synonym("pp", "parallelism.pipeline", ""),
-    Synonym("pipelinemodelparallelsize", "parallelism.pipeline", ""),
-    Synonym("nnodes", "nodes.max", ""),
-    Synonym("numnodes", "nodes.max", ""),
-    Synonym("replicas", "nodes.max", ""),
-    Synonym("gpus", "nodes.devicesPerNode", GPUS),
-    Synonym("numgpus", "nodes.devicesPerNode", GPUS),
-    Synonym("nprocpernode", "nodes.devicesPerNode", GPUS),
+const SYNONYMS: &[Synonyms] = &[
+    Synonyms("training.optimizer.adamw.learningRate", "", &["lr", "maxlr"]),
+    Synonyms("training.schedule.cosine.minLearningRate", "", &["minlr"]),
+    Synonyms(
+        "training.schedule.cosine.warmupSteps",
+        "",
+        &["warmup", "warmupiters", "lrwarmupiters"],
+    ),
+    Synonyms("training.schedule.cosine.warmupSteps", "it counts steps", &["warmupratio"]),
+    Synonyms("training.optimizer.adamw.epsilon", "", &["eps", "adamepsilon"]),
+    Synonyms("training.maxGradNorm", "", &["clipgrad", "gradclip", "gradientclipping"]),
+    Synonyms(
+        "training.steps",
+        "a step takes training.globalBatchSize sequences, and `moejob plan` tells how often \
+         that goes through the data",
+        &["epochs", "numepochs", "numtrainepochs"],
+    ),
+    Synonyms("training.steps", "", &["maxsteps", "maxiters", "trainiters", "trainsteps"]),
+    Synonyms(
+        "training.globalBatchSize",
+        "it is that of all ranks together; microBatchSize is what one computes at once",
+        &["batchsize", "trainbatchsize"],
+    ),
+    Synonyms("training.microBatchSize", "", &["perdevicetrainbatchsize", "devicebatchsize"]),
+    Synonyms(
+        "training.globalBatchSize",
+        "a rank does globalBatchSize / (microBatchSize x ranks) micro-batches a step by itself",
+        &["gradientaccumulationsteps", "gradaccum"],
+    ),
+    Synonyms("training.precision", "", &["dtype"]),
+    Synonyms("training.precision", "write precision: bf16", &["bf16"]),
+    Synonyms("training.precision", "write precision: fp16", &["fp16"]),
+    Synonyms("training.recompute", "", &["activationcheckpointing", "gradientcheckpointing"]),
+    Synonyms("training.offload", "write offload: host", &["cpuoffload"]),
+    Synonyms(
+        "data.sequenceLength",
+        "",
+        &["seqlen", "seqlength", "maxseqlen", "maxlength", "contextlength", "blocksize"],
+    ),
+    Synonyms("data.validation.everySteps", "", &["evalinterval", "evalsteps"]),
+    Synonyms("checkpoint.everySteps", "", &["saveinterval", "savesteps"]),
+    Synonyms("checkpoint.keep", "", &["savetotallimit"]),
+    Synonyms("model.hiddenSize", "", &["dmodel", "nembd", "hiddendim"]),
+    Synonyms("model.numHiddenLayers", "", &["nlayer", "nlayers", "numlayers"]),
+    Synonyms("model.numAttentionHeads", "", &["nhead", "nheads", "numheads"]),
+    Synonyms(
+        "model.experts.count",
+        "",
+        &["num", "numexperts", "nexperts", "numlocalexperts", "nroutedexperts"],
+    ),
+    Synonyms("model.experts.perToken", "", &["topk", "numexpertspertok", "moeroutertopk"]),
+    Synonyms("model.experts.intermediateSize", "", &["moeintermediatesize", "ffnhiddensize"]),
+    Synonyms("model.experts.shared", "", &["nsharedexperts"]),
+    Synonyms("model.router.capacityFactor", "", &["capacity"]),
+    Synonyms("model.router.auxLossCoef", "", &["routerauxlosscoef"]),
+    Synonyms("parallelism.expert", "", &["ep", "expertparallelsize", "expertmodelparallelsize"]),
+    Synonyms("parallelism.tensor", "", &["tp", "tensormodelparallelsize"]),
+    Synonyms("parallelism.pipeline", "", &["pp", "pipelinemodelparallelsize"]),
+    Synonyms("nodes.max", "", &["nnodes", "numnodes", "replicas"]),
+    Synonyms("nodes.devicesPerNode", "with profile: gpu", &["gpus", "numgpus", "nprocpernode"]),
 ];
-
-const EPOCHS: &str = "a step takes training.globalBatchSize sequences, and `moejob plan` tells how \
-                      often that goes through the data";
-const BATCH: &str = "it is that of all ranks together; microBatchSize is what one computes at once";
-const ACCUMULATION: &str = "a rank does globalBatchSize / (microBatchSize x ranks) micro-batches a \
-                            step by itself";
-const GPUS: &str = "with profile: gpu";
 
 /// The field that `word` is called here, below `spec`, and the advice to use it.
 pub fn meant(word: &str) -> Option<(&'static str, String)> {
     let plain = word.to_lowercase().replace(['_', '-'], "");
-    let Synonym(_, path, more) = SYNONYMS.iter().find(|Synonym(theirs, ..)| *theirs == plain)?;
+    let Synonyms(path, more, _) = SYNONYMS.iter().find(|of| of.2.contains(&&plain[..]))?;
     let advice = match more.is_empty() {
         true => format!("here it is spec.{path}"),
         false => format!("here it is spec.{path}: {more}"),
@@ -109,14 +84,17 @@ mod tests {
 
     #[test]
     fn every_synonym_is_of_a_field_that_is_there_and_of_none_by_its_own_name() {
-        for Synonym(theirs, path, _) in SYNONYMS {
+        let all = SYNONYMS.iter().flat_map(|Synonyms(path, _, words)| {
+            words.iter().map(move |theirs| (theirs, path))
+        });
+        for (theirs, path) in all.clone() {
             let field = path.split('.').fold(crd::spec_schema(), |mut schema, name| {
                 schema["properties"][name].take()
             });
             assert!(field.is_object(), "{theirs}: no field spec.{path}");
             let plain = theirs.to_lowercase().replace(['_', '-'], "");
             assert_eq!(plain, *theirs, "written as it is looked for");
-            assert_eq!(SYNONYMS.iter().filter(|of| of.0 == *theirs).count(), 1, "{theirs} twice");
+            assert_eq!(all.clone().filter(|of| of.0 == theirs).count(), 1, "{theirs} twice");
         }
         let (path, advice) = meant("num_train_epochs").expect("a synonym");
         assert_eq!(path, "training.steps");

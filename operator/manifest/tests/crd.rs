@@ -57,8 +57,8 @@ fn a_definition_that_would_prune_our_fields_is_told_by_their_names() {
     }
 }
 
-/// What the API server fills in is what a job without it has, on any device: what one chooses by
-/// itself stays open.
+/// The API server fills in what a job without it has, on any device. It leaves open what a device
+/// chooses by itself.
 #[test]
 fn the_defaults_of_the_schema_are_the_reader_s() {
     ["cpu", "gpu"].into_iter().for_each(defaults_change_nothing_on);

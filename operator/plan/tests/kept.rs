@@ -51,7 +51,7 @@ fn fails(tracker: &mut Tracker, name: &str, exit_code: i32, message: &str) {
     tracker.heard(name, 1, &Up::Failed { exit_code, message: message.to_string(), step: None }, 0);
 }
 
-/// Of attempt 1.
+/// An engine of attempt 1 is lost for this reason.
 fn engine_lost(reason: &str) -> Up {
     let details = BTreeMap::from([("device".to_string(), Detail::Number(7))]);
     let (time, message) = Default::default();

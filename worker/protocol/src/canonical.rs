@@ -10,8 +10,8 @@
 use crate::config::TrainingConfig;
 use serde_json::{Value, json};
 
-/// What decides how a job is computed and not what it is: a checkpoint may change it. Steps may be
-/// added to a job that has ended.
+/// These fields decide how a job is computed and not what it is, so a checkpoint does not hold a
+/// job to them. Steps may be added to a job that has ended.
 pub const MUTABLE: [&str; 7] = [
     "steps",
     "precision",

@@ -54,8 +54,8 @@ pub struct CheckpointManifest {
     /// Empty: it belongs to no job yet.
     #[serde(default)]
     pub spec_hash: String,
-    /// Of a job whose data were moved it says what `spec_hash` no longer does. Empty in checkpoints
-    /// from before.
+    /// A hash of how the job trains, which stays the same where its data are moved; `spec_hash`
+    /// does not. Empty in checkpoints of releases before.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub training_hash: String,
     #[serde(default)]

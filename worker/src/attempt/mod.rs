@@ -4,7 +4,7 @@ pub mod api;
 pub mod gauge;
 pub mod pace;
 pub mod trainer;
-mod start;
+pub(crate) mod start;
 mod stop;
 mod restore;
 mod steps;

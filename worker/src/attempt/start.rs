@@ -58,17 +58,34 @@ impl Start {
 /// of a job's first attempt, `hang@60/1` lets it hang, and `illegal@60/1x3` breaks it in each of
 /// the first three attempts.
 pub(crate) fn fault_of(attempt: u32, rank: u32) -> Option<(u64, Fault)> {
-    let wanted = std::env::var("MOEJOB_FAULT").ok()?;
-    let (kind, place) = wanted.split_once('@')?;
-    let (step, of) = place.split_once('/')?;
-    let (of, attempts) = of.split_once('x').unwrap_or((of, "1"));
-    if attempt > attempts.parse().ok()? {
-        return None;
+    let wanted = Wanted::parse(&std::env::var(ENV_FAULT).ok()?)?;
+    (attempt <= wanted.attempts && rank == wanted.rank).then_some((wanted.step, wanted.fault))
+}
+
+pub(crate) const ENV_FAULT: &str = "MOEJOB_FAULT";
+
+/// A fault that a test wants, as [`ENV_FAULT`] says it.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    fault: Fault,
+    step: u64,
+    rank: u32,
+    /// The first attempts that have it.
+    attempts: u32,
+}
+
+impl Wanted {
+    /// `KIND@STEP/RANK`, or with `xATTEMPTS` behind it.
+    pub(crate) fn parse(text: &str) -> Option<Wanted> {
+        let (kind, place) = text.split_once('@')?;
+        let (step, of) = place.split_once('/')?;
+        let (rank, attempts) = of.split_once('x').unwrap_or((of, "1"));
+        let fault = match kind {
+            "illegal" => Fault::IllegalAddress,
+            "hang" => Fault::EndlessKernel,
+            _ => return None,
+        };
+        let (step, rank) = (step.parse().ok()?, rank.parse().ok()?);
+        Some(Wanted { fault, step, rank, attempts: attempts.parse().ok()? })
     }
-    let fault = match kind {
-        "illegal" => Fault::IllegalAddress,
-        "hang" => Fault::EndlessKernel,
-        _ => return None,
-    };
-    (of.parse() == Ok(rank)).then_some((step.parse().ok()?, fault))
 }

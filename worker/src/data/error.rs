@@ -62,6 +62,14 @@ impl DataError {
         DataError::Bad { path: path.to_path_buf(), at: at.into(), why: why.into() }
     }
 
+    /// A file could not be read, or nobody waits for it any more.
+    pub(crate) fn unread(path: &Path, source: std::io::Error) -> DataError {
+        match gave_up(&source) {
+            Some(gave_up) if gave_up.unwanted => DataError::GivenUp,
+            _ => DataError::Read { path: path.to_path_buf(), source },
+        }
+    }
+
     /// Whether storage stumbles, so that another try may find the data well.
     pub(crate) fn may_heal(&self) -> bool {
         match self {

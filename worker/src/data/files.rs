@@ -288,10 +288,7 @@ impl DataFile {
     }
 
     pub(crate) fn unreadable(&self, source: std::io::Error) -> DataError {
-        match gave_up(&source) {
-            Some(gave_up) if gave_up.unwanted => DataError::GivenUp,
-            _ => DataError::Read { path: self.path.clone(), source },
-        }
+        DataError::unread(&self.path, source)
     }
 
     /// Reads bytes that the file had when it was found, from a handle that stays open.

@@ -58,6 +58,7 @@ pub(super) fn of(
     hasher.finalize().to_hex().to_string()
 }
 
+/// Adds a file to the fingerprint of its source: its name, its size, and the BLAKE3 of its content.
 pub(super) fn print_file(hasher: &mut blake3::Hasher, file: &DataFile, content: &[u8; 32]) {
     hasher.update(&(file.name.len() as u64).to_le_bytes());
     hasher.update(&file.name);

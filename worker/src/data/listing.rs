@@ -8,14 +8,14 @@
 //! its place in the order and whether it is held out: one that lies elsewhere than before keeps the
 //! name that it had, as long as it holds the same.
 
-use super::Corpus;
 use super::open::Origin;
-use crate::disk::Disk;
+use super::{Corpus, DataError};
+use crate::disk::{Disk, gave_up};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::io::{Error, ErrorKind};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 const FILE: &str = "data.json";
@@ -93,35 +93,43 @@ impl Listing {
         Listing::try_read(location).ok().flatten()
     }
 
-    /// The same, with the patience of `disk`; none where there is none.
+    /// What was kept there, read with the patience of `disk`. None where nothing was, or where it
+    /// cannot be read for good: a job whose data lie where they did needs none.
     ///
     /// # Errors
-    /// It cannot be read.
-    pub(crate) fn read_on(disk: &Disk, location: &Path) -> std::io::Result<Option<Listing>> {
-        disk.patiently(location, None, |_| Listing::try_read(location))
+    /// The patience is over, or nobody waits any more.
+    pub(crate) fn read_on(disk: &Disk, location: &Path) -> Result<Option<Listing>, DataError> {
+        match disk.patiently(location, None, |_| Listing::try_read(location)) {
+            Ok(kept) => Ok(kept),
+            Err(error) if gave_up(&error).is_some() => Err(DataError::unread(location, error)),
+            Err(error) => {
+                tracing::warn!("the names of the data's files cannot be read: {error}");
+                Ok(None)
+            }
+        }
     }
 
     fn try_read(location: &Path) -> std::io::Result<Option<Listing>> {
         let path = location.join(FILE);
-        let read = std::fs::metadata(&path).and_then(|of| match of.len() <= BYTES_MAX {
-            true => std::fs::read(&path),
-            false => Err(Error::from(ErrorKind::NotFound)),
-        });
-        match read {
-            Ok(text) => Ok(serde_json::from_slice(&text).ok()),
+        match std::fs::metadata(&path) {
+            Ok(found) if found.is_file() && found.len() <= BYTES_MAX => {
+                Ok(serde_json::from_slice(&std::fs::read(&path)?).ok())
+            }
+            Ok(_) => Ok(None),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Where that of a job's data lies, if it goes on: what a job began with before is not its own.
+    /// The folder that holds the listing of a job that goes on. None: a job that begins anew has
+    /// no names to keep.
     pub(crate) fn of_job(config: &WorkerConfig) -> Option<PathBuf> {
         let goes_on = config.resume != Resume::Fresh;
         goes_on.then(|| PathBuf::from(&config.checkpoint.location))
     }
 
-    /// Names of `files` of a part, in their order: of one that is not listed by its name, that of a
-    /// listed one with its content that is not among them. None: its own.
+    /// A name for each of `files` of a part. A file that is not listed by its name takes that of a
+    /// listed file with the same content, if that one is not among `files`. None: it keeps its own.
     pub(crate) fn names(&self, part: usize, files: &[Origin]) -> Vec<Option<Vec<u8>>> {
         let found: BTreeSet<&[u8]> = files.iter().map(|file| &file.name[..]).collect();
         let (mut listed, mut gone) = (BTreeSet::new(), BTreeMap::<&str, VecDeque<&[u8]>>::new());
@@ -236,5 +244,9 @@ mod tests {
         assert_eq!(Listing::read(home.path()), Some(kept));
         std::fs::write(home.path().join(FILE), "{").expect("a file");
         assert_eq!(Listing::read(home.path()), None);
+        // A job whose data lie where they did goes on without it.
+        std::fs::remove_file(home.path().join(FILE)).expect("a file");
+        std::fs::create_dir(home.path().join(FILE)).expect("a folder");
+        assert_eq!(Listing::read_on(&Disk::real(), home.path()).expect("none"), None);
     }
 }

@@ -134,8 +134,7 @@ impl Corpus {
         vocabulary: u32,
     ) -> Result<Corpus, DataError> {
         let known = match kept {
-            Some(path) => Listing::read_on(disk, path)
-                .map_err(|source| DataError::Read { path: path.to_path_buf(), source })?,
+            Some(path) => Listing::read_on(disk, path)?,
             None => None,
         };
         let (handles, folder) = (handles::Handles::default(), cache::folder());

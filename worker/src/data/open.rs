@@ -266,7 +266,8 @@ impl Opening<'_> {
         self.growing(|fraction| {
             let mut parts = [self.stream(), self.stream()];
             let mut origins = [Vec::new(), Vec::new()];
-            for (index, bin, head, store) in &pairs {
+            for pair in &pairs {
+                let (index, _, head, store) = pair;
                 let stores = [parts[0].add(store.clone()), parts[1].add(store.clone())];
                 let before = [parts[0].documents(), parts[1].documents()];
                 let (mut at, mut number) = (0, 0);
@@ -283,8 +284,7 @@ impl Opening<'_> {
                 index.clone().check(&handle)?;
                 for part in 0..2 {
                     if parts[part].documents() > before[part] {
-                        let (name, content) = (index.name.clone(), bin.hash);
-                        origins[part].push(Origin { name, content });
+                        origins[part].push(origin(pair));
                     }
                 }
             }

@@ -1,8 +1,12 @@
-//! Variables of the environment by which one measures or tries: what they may be. One that is set
-//! to anything else is refused before anything begins, and measures nothing by mistake.
+//! This table says what variables of the environment may be by which one measures or tries. One
+//! that is set to anything else is refused before anything begins, and measures nothing by mistake.
 //!
 //! Those with more to read (`MOEJOB_PEER`, `MOEJOB_CHUNKS`, ...) are read, and complained of, where
 //! they are used.
+
+use crate::attempt::start::{ENV_FAULT, Wanted};
+use crate::engine::step::ENV_DEVICE;
+use crate::life::run::engines::ENV_ENGINE;
 
 /// Name, what it may be in words, and whether a text is that.
 type Rule = (&'static str, &'static str, fn(&str) -> bool);
@@ -12,12 +16,14 @@ const RULES: [Rule; 8] = [
         text.parse::<u32>().is_ok_and(|of| of > 0)
     }),
     ("MOEJOB_STRANDS", "a whole number", |text| text.parse::<u32>().is_ok()),
-    ("MOEJOB_DEVICE", "the number of a GPU, from 0", |text| text.parse::<usize>().is_ok()),
+    (ENV_DEVICE, "the number of a GPU, from 0", |text| text.parse::<usize>().is_ok()),
     ("MOEJOB_LANE", "on or off", |text| ["on", "off"].contains(&text)),
     ("MOEJOB_ROUTED", "grows", |text| text == "grows"),
     ("MOEJOB_CUDA_ARCH", "sm_80 or sm_90", |text| ["sm_80", "sm_90"].contains(&text)),
-    ("MOEJOB_ENGINE", "thread or process", |text| ["thread", "process"].contains(&text)),
-    ("MOEJOB_FAULT", "such as illegal@60/1, hang@60/1 or illegal@60/1x3", is_fault),
+    (ENV_ENGINE, "thread or process", |text| ["thread", "process"].contains(&text)),
+    (ENV_FAULT, "such as illegal@60/1, hang@60/1 or illegal@60/1x3", |text| {
+        Wanted::parse(text).is_some()
+    }),
 ];
 
 /// What is wrong with the variables that `get` knows, a line each. An empty one is not set.
@@ -27,18 +33,6 @@ pub fn refused(get: impl Fn(&str) -> Option<String>) -> Vec<String> {
         Some(format!("{name}: found `{}`; allowed: {allowed}", found.escape_debug()))
     };
     RULES.iter().filter_map(of).collect()
-}
-
-/// `KIND@STEP/RANK`, maybe with `xATTEMPTS`.
-fn is_fault(text: &str) -> bool {
-    let is_number = |text: &str| text.parse::<u32>().is_ok();
-    let Some((kind, (step, of))) = text.split_once('@').and_then(|(kind, place)| {
-        Some((kind, place.split_once('/')?))
-    }) else {
-        return false;
-    };
-    let (rank, attempts) = of.split_once('x').unwrap_or((of, "1"));
-    ["illegal", "hang"].contains(&kind) && [step, rank, attempts].into_iter().all(is_number)
 }
 
 #[cfg(test)]
@@ -57,7 +51,7 @@ mod tests {
             ("MOEJOB_LANE", "on", "1"),
             ("MOEJOB_ROUTED", "grows", "grow"),
             ("MOEJOB_CUDA_ARCH", "sm_80", "80"),
-            ("MOEJOB_ENGINE", "thread", "threads"),
+            (ENV_ENGINE, "thread", "threads"),
             ("MOEJOB_FAULT", "illegal@60/1x3", "illegal@60"),
             ("MOEJOB_FAULT", "hang@60/1", "hangs@60/1"),
         ] {
