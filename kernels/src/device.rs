@@ -1,5 +1,6 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
+use crate::pages::Pages;
 use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::cpu::{CpuDevice, Isa};
 use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
@@ -359,13 +360,13 @@ impl Device {
     }
 
     /// [`Device::read`] of the bytes of each of some buffers. From a GPU they come together, which
-    /// is faster than one by one.
-    pub fn read_all(&self, all: Vec<(Buffer, &mut [u8])>) {
+    /// is faster than one by one, and `pages` of what they are copied to leave or stay.
+    pub fn read_all(&self, all: Vec<(Buffer, &mut [u8])>, pages: Pages) {
         match self {
             Device::Cuda(cuda) => {
                 self.await_marks();
                 cuda.traffic.reads.fetch_add(all.len() as u64, Ordering::Relaxed);
-                cuda.read_all(all);
+                cuda.read_all(all, pages);
             }
             device => all.into_iter().for_each(|(buffer, into)| device.read(buffer, into)),
         }

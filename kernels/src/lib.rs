@@ -18,6 +18,7 @@
 mod buffer;
 mod device;
 mod marks;
+mod pages;
 mod stretch;
 
 pub mod memory_bounds;
@@ -35,7 +36,6 @@ pub mod balance;
 mod gate;
 mod gate_input;
 mod place;
-mod route_plan;
 mod experts;
 mod elementwise;
 mod loss;
@@ -74,6 +74,7 @@ pub use gate_input::{
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE, SumF64};
+pub use pages::Pages;
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
@@ -91,10 +92,8 @@ pub use step_numbers::{
     LossScale, LossScaling, StepClass, StepControl, StepNumbers, StepParams,
 };
 pub use numbers::{
-    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
-    RouteEntropy, SquareRun, SumCounts, SumRows,
+    AddRouting, BalanceLosses, MoveCorrections, RouteEntropy, SumRows,
 };
-pub use route_plan::{GatherCounted, MapIds, Room, RoutePlan};
 pub use route::{Route, RouteBackward, RouteGroups, Scoring};
 pub use slices::{SliceChoices, SumSlices};
 pub use wire::{

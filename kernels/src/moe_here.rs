@@ -30,11 +30,12 @@ pub struct MoeRoute {
 #[derive(Clone, Copy, Debug)]
 pub struct MoePlace {
     pub top_k: usize,
-    /// `T`, and a bit for each rank that has them; the others' choices count nothing
+    /// `T` of each rank
     pub tokens: usize,
-    pub present: u64,
     /// `P`
     pub ranks: usize,
+    /// Ranks that have tokens, the first ones; choices of the others count nothing.
+    pub present: usize,
     /// The experts here are `first .. first + locals`
     pub first: usize,
     pub locals: usize,
@@ -122,9 +123,9 @@ pub struct MoeRouterBackward {
 impl MoePlace {
     /// Tokens in all, all lengths checked.
     pub(crate) fn check(&self) -> usize {
-        let MoePlace { top_k, tokens, ranks, locals, ref saved, .. } = *self;
+        let MoePlace { top_k, tokens, ranks, present, locals, ref saved, .. } = *self;
         let all = ranks * tokens;
-        assert!(ranks <= u64::BITS as usize, "{self:?}");
+        assert!(present <= ranks, "{self:?}");
         for slots in [saved.ids, saved.weights, saved.pos] {
             assert_eq!(slots.len(), all * top_k, "{self:?}");
         }

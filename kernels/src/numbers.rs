@@ -2,18 +2,15 @@
 //! what follows from the sums.
 //!
 //! ```text
-//! a rank's part: records of its micro-batches, [5] each | tally: five counts | loads, dropped
-//!                | sums of squares of its owned blocks
-//! rounds -> AddRouting, SumF64 -> the rank's part
-//! parts of all ranks -> ReduceNumbers -> StepNumbers -> MoveCorrections, AdamWUpdate, the host
+//! micro-batch -> AddRouting, HeadLoss -> its record, and counts of the step's StepNumbers
+//! records, StepNumbers -> sums over ranks -> MoveCorrections, BucketAdamW, the host
 //! ```
-//! Sums over micro-batches and blocks are taken in the order of the step, whoever computed what, so
-//! that no bit of them depends on the number of ranks.
+//! A record is summed over micro-batches in the order of the step, whoever computed what, so that no
+//! bit of the sum depends on the number of ranks.
 
 use crate::balance::BalanceLoss;
 use crate::buffer::{Buffer, DType};
 use crate::device::{Device, on_float};
-use crate::step_numbers::StepNumbers;
 use std::ops::Range;
 
 /// What a micro-batch's record holds.
@@ -72,28 +69,6 @@ pub struct BalanceLosses {
     pub gradient: Option<(Buffer, f64)>,
 }
 
-/// out[e] = the sum over the layers of counts[e], u32
-#[derive(Clone, Copy, Debug)]
-pub struct SumCounts<'a> {
-    /// Each u32 [E]
-    pub counts: &'a [Buffer],
-    /// Output u32 [E]
-    pub out: Buffer,
-}
-
-/// The auxiliary loss of all layers concatenated, as `load_balancing_loss_func` of Hugging Face has
-/// it: E * sum_e load[e] * mean_prob[e], both means over the layers. It comes times the layers, as
-/// a sum over them would.
-#[derive(Clone, Copy, Debug)]
-pub struct ConcatenatedBalance<'a> {
-    pub tokens: usize,
-    /// Of each layer: u32 [E], F64 [E]
-    pub counts: &'a [Buffer],
-    pub prob_sums: &'a [Buffer],
-    /// Output F64 [1]
-    pub value: Buffer,
-}
-
 /// Adds one layer of one micro-batch to the rank's part of a step's numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRouting {
@@ -125,35 +100,6 @@ pub struct SumRows {
     pub out: Buffer,
 }
 
-/// Where the sums of squares of an owned run of a parameter stand among the parts of all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SquareRun {
-    pub at: Range<usize>,
-    /// In the table of parameters.
-    pub tensor: usize,
-    /// It counts in the norm while this class of StepParams is active.
-    pub class: usize,
-}
-
-/// StepNumbers of the parts of all ranks. Losses are summed in the order of micro-batches, squares
-/// in that of the table of parameters.
-#[derive(Clone, Copy, Debug)]
-pub struct ReduceNumbers<'a> {
-    pub layout: StepNumbers,
-    /// F64: the ranks' parts side by side
-    pub parts: Buffer,
-    /// First element of each micro-batch's record, in the order of the step
-    pub records: &'a [usize],
-    /// First element of each rank's tally, behind which loads and dropped stand
-    pub tallies: &'a [usize],
-    /// In the order of the table, then of the blocks
-    pub squares: &'a [SquareRun],
-    /// StepParams
-    pub params: Buffer,
-    /// Output F64: StepNumbers
-    pub out: Buffer,
-}
-
 /// bias[e] += rate where the expert's load of the step is below the mean, -= rate where it is
 /// above (Wang et al. 2024, auxiliary-loss-free balancing). The loads are whole numbers, so no
 /// rounding decides. Nothing moves in a step whose update is skipped.
@@ -168,28 +114,6 @@ pub struct MoveCorrections {
     pub bias: Buffer,
 }
 
-/// [`crate::AdamW`] with the coefficients of a class of StepParams and the gradient scale of
-/// [`crate::StepControl::decide`], or nothing if that or the class says so.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamWUpdate {
-    pub beta1: f64,
-    pub beta2: f64,
-    /// Added outside of the root.
-    pub eps: f64,
-    /// Whose coefficients it takes.
-    pub class: usize,
-    /// F64: StepParams, StepNumbers
-    pub params: Buffer,
-    pub numbers: Buffer,
-    /// Changed in place
-    pub w: Buffer,
-    /// Changed in place
-    pub m: Buffer,
-    /// Changed in place
-    pub v: Buffer,
-    pub g: Buffer,
-}
-
 impl Device {
     pub fn route_entropy(&mut self, op: &RouteEntropy) {
         match self {
@@ -202,20 +126,6 @@ impl Device {
         match self {
             Device::Cpu(cpu) => cpu.balance_losses(op),
             Device::Cuda(cuda) => cuda.lacks("balance_losses"),
-        }
-    }
-
-    pub fn sum_counts(&mut self, op: &SumCounts) {
-        match self {
-            Device::Cpu(cpu) => cpu.sum_counts(op),
-            Device::Cuda(cuda) => cuda.lacks("sum_counts"),
-        }
-    }
-
-    pub fn concatenated_balance(&mut self, op: &ConcatenatedBalance) {
-        match self {
-            Device::Cpu(cpu) => cpu.concatenated_balance(op),
-            Device::Cuda(cuda) => cuda.lacks("concatenated_balance"),
         }
     }
 
@@ -235,24 +145,10 @@ impl Device {
         }
     }
 
-    pub fn reduce_numbers(&mut self, op: &ReduceNumbers) {
-        match self {
-            Device::Cpu(cpu) => cpu.reduce_numbers(op),
-            Device::Cuda(cuda) => cuda.lacks("reduce_numbers"),
-        }
-    }
-
     pub fn move_corrections(&mut self, op: &MoveCorrections) {
         match self {
             Device::Cpu(cpu) => on_float!(op.bias.dtype(), T => cpu.move_corrections::<T>(op)),
             Device::Cuda(cuda) => cuda.move_corrections(op),
-        }
-    }
-
-    pub fn adamw_update(&mut self, op: &AdamWUpdate) {
-        match self {
-            Device::Cpu(cpu) => on_float!(op.w.dtype(), T => cpu.adamw_update::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("adamw_update"),
         }
     }
 }

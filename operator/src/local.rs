@@ -277,7 +277,6 @@ impl Runner {
                     EventKind::DataDegraded,
                     EventKind::DataRecovered,
                     EventKind::Resumed,
-                    EventKind::ExchangeChosen,
                     EventKind::Warning,
                     EventKind::EngineLost,
                 ];

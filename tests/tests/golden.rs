@@ -1,4 +1,4 @@
-//! The bits of training on processors, as commit 097657f computed them.
+//! The bits of training on processors, pinned.
 //!
 //! Every case is a manifest of a few steps. `tests/golden/CASE.txt` holds the bits of every loss,
 //! norm and held-out loss, and a hash of all weights and moments of the last checkpoint. A change
@@ -86,7 +86,7 @@ fn every_shape_is_some_cases() {
 }
 
 #[test]
-fn losses_and_weights_are_those_of_097657f() {
+fn losses_and_weights_are_the_pinned_ones() {
     let what = std::env::var("MOEJOB_GOLDEN").unwrap_or_default();
     let only = std::env::var("MOEJOB_GOLDEN_CASE").ok();
     let cases = all();

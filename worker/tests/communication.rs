@@ -15,7 +15,6 @@ use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::config::Recompute;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
-use moejob_protocol::model::Role;
 use moejob_protocol::owners::Holders;
 use moejob_protocol::zero::{Turn, Zero, gathers};
 
@@ -58,14 +57,12 @@ fn a_step_tells_what_it_has_sent() {
     let combined = layers * tokens * (row + row + 4);
     assert_eq!(bytes(report, "dispatch"), dispatched);
     assert_eq!(bytes(report, "combine"), combined);
-    // Whatever both hold has one owner. Gradients go there, and its new weight comes from there.
-    let dense = model.params().iter().filter(|param| !matches!(param.role, Role::Expert { .. }))
-        .map(|param| 4 * param.numel())
-        .sum::<u64>();
-    assert_eq!(bytes(report, "sendRecv"), dense);
-    let numbers = bytes(report, "allGather");
+    let half = half_of_shared(&job);
+    assert_eq!(bytes(report, "reduceScatter"), WIDE * half);
+    assert_eq!(bytes(report, "allGather"), half);
+    let numbers = bytes(report, "allReduce");
     assert!(numbers > 0 && numbers.is_multiple_of(8), "numbers of f64: {numbers}");
-    assert_eq!(report.verbs.len(), 4, "{report:?}");
+    assert_eq!(report.verbs.len(), 5, "{report:?}");
 
     // It adds up: the phase, and what lies in others, which is less than these.
     let phases = &line.timing.phases;
@@ -89,8 +86,19 @@ fn one_rank_tells_nothing() {
     assert!(reports.iter().all(|report| report.communication.is_none()));
 }
 
-/// The steps of rank 0 that were told of, computed as GPUs compute them.
-fn by_buckets(job: &Job, steps: u64) -> Vec<CommunicationReport> {
+/// Sums in fp32 are exact: they travel in fp64.
+const WIDE: u64 = 2;
+
+/// Bytes of the half of each bucket that both ranks hold.
+fn half_of_shared(job: &Job) -> u64 {
+    let (model, layout) = (&job.config.model, &job.config.layout);
+    let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
+    let shared = all.buckets.iter().filter(|bucket| bucket.holders[..] == [0, 1]);
+    shared.map(|bucket| bucket.len / 2 * 4).sum()
+}
+
+/// The steps of rank 0 that were told of.
+fn told(job: &Job, steps: u64) -> Vec<CommunicationReport> {
     let config = &job.config;
     let train = |comm: Comm| {
         let (training, rank) = (&config.training, comm.rank());
@@ -118,14 +126,14 @@ fn by_buckets(job: &Job, steps: u64) -> Vec<CommunicationReport> {
 
 #[test]
 fn buckets_and_gathered_tokens_are_counted() {
-    let mut job = job(Layout::contiguous(Mesh::data_parallel(2, 2)).by_buckets());
+    let mut job = job(Layout::contiguous(Mesh::data_parallel(2, 2)));
     common::fit_gpus(&mut job.config.model);
     // Rows travel by need: a token that chooses all experts needs both ranks.
     let top_k = u64::from(job.config.model.experts.count);
     job.config.model.experts.per_token = job.config.model.experts.count;
     // Three rounds, in the last of which rank 1 has no micro-batch.
     job.config.training.global_batch_size = 5;
-    let told = by_buckets(&job, 9);
+    let told = told(&job, 9);
     assert_eq!(told.iter().map(|report| report.step).collect::<Vec<_>>(), [4, 8]);
     let (model, layout) = (&job.config.model, &job.config.layout);
     let (tokens, rounds) = (16, 3);
@@ -133,15 +141,14 @@ fn buckets_and_gathered_tokens_are_counted() {
     let passes = rounds * mixture.count() as u64;
     let row = u64::from(model.hidden_size) * 4;
     let all = Buckets::new(model, &model.params(), &Holders::new(model, layout));
-    let shared = all.buckets.iter().filter(|bucket| bucket.holders[..] == [0, 1]);
-    let half = shared.map(|bucket| bucket.len / 2 * 4).sum::<u64>();
-    // Sums in fp32 are exact: they travel in fp64.
-    let wide = 2;
+    let half = half_of_shared(&job);
+    // Rank 1 has tokens in two rounds, and rank 0 half of the experts of each.
+    let (back, here) = (passes / rounds * 2 * tokens, top_k / 2);
     for report in &told {
         let dispatched = passes * tokens * (row + top_k * (4 + 4) + row);
         assert_eq!(bytes(report, "dispatch"), dispatched);
-        assert_eq!(bytes(report, "combine"), passes * tokens * (row + row + top_k * 4));
-        assert_eq!(bytes(report, "reduceScatter"), wide * half);
+        assert_eq!(bytes(report, "combine"), back * here * (row + row + 4));
+        assert_eq!(bytes(report, "reduceScatter"), WIDE * half);
         assert_eq!(bytes(report, "allGather"), half);
         let numbers = bytes(report, "allReduce");
         assert!(numbers > 0 && numbers.is_multiple_of(8), "numbers of f64: {numbers}");
@@ -161,8 +168,8 @@ fn buckets_and_gathered_tokens_are_counted() {
         gathered += half * if turns { gathers(bucket.kind) } else { 1 };
     }
     assert!(reduced > 2 * half && gathered > 2 * half, "{reduced} {gathered} {half}");
-    for report in by_buckets(&job, 9) {
-        assert_eq!(bytes(&report, "reduceScatter"), wide * reduced);
+    for report in self::told(&job, 9) {
+        assert_eq!(bytes(&report, "reduceScatter"), WIDE * reduced);
         assert_eq!(bytes(&report, "allGather"), gathered);
         assert_eq!(report.verbs.len(), 5, "{report:?}");
     }

@@ -48,7 +48,7 @@ struct Alike {
 const ALIKE: Alike = Alike { steps: 5, then: 1e-3 };
 
 fn check(name: &str, model: &ModelConfig, training: &TrainingConfig, expected_alike: Alike) {
-    let expected = steps(Where::Tree, model, training);
+    let expected = steps(Where::Processor, model, training);
     let (first, last) = (expected[0].loss, expected[expected.len() - 1].loss);
     assert!(last < first - 0.1, "{name}: nothing is learned: {first} to {last}");
     for on in places() {
@@ -120,14 +120,14 @@ impl Batches for Masked {
 fn every_device_divides_by_the_targets_that_count() {
     let (model, training) = (model(), training());
     let steps = |on: Where| -> Vec<StepSummary> {
-        let device_is_told = |shape: &mut Shape| shape.masked = on != Where::Tree;
+        let device_is_told = |shape: &mut Shape| shape.masked = on != Where::Processor;
         let mut engine = engine_shaped(on, &model, &training, |_| {}, device_is_told);
         let micro_batches = u64::from(training.global_batch_size / training.micro_batch_size);
         let made = Made::new(&model, &training);
         let mut data = Masked { made, micro_batches, batch: Batch::default() };
         (0..4).map(|step| engine.step(step, &mut data).expect("a step")).collect()
     };
-    let expected = steps(Where::Tree);
+    let expected = steps(Where::Processor);
     for on in places() {
         let (losses, norms) = distances(&steps(on), &expected);
         assert!(losses < 1e-5 && norms < 1e-3, "{on:?}: {losses:e} {norms:e}");
@@ -170,7 +170,7 @@ fn sixteen_bits_stay_near() {
     if !has_gpu() {
         return;
     }
-    let expected = steps(Where::Tree, &model(), &training());
+    let expected = steps(Where::Processor, &model(), &training());
     for (precision, most) in
         [(Precision::Tf32, 2e-3), (Precision::Bf16, 2e-2), (Precision::Fp16, 4e-3)]
     {
@@ -216,10 +216,10 @@ fn a_scaled_loss_trains_the_same() {
     let (mut model, mut training) = (model(), training());
     (model.router.aux_loss_coef, model.router.z_loss_coef) = (0.5, 0.1);
     training.max_grad_norm = 0.5;
-    let mut plain = engine(Where::Buckets, &model, &training);
+    let mut plain = engine(Where::Processor, &model, &training);
     let expected = run(&mut plain, &training);
     let mut scaled =
-        engine_with(Where::Buckets, &model, &training, |types| types.scaled = true);
+        engine_with(Where::Processor, &model, &training, |types| types.scaled = true);
     let mut found = run(&mut scaled, &training);
     assert!(found.iter().all(|step| step.loss_scale == Some(65536.0)));
     found.iter_mut().for_each(|step| step.loss_scale = None);
@@ -298,7 +298,7 @@ fn steps_that_are_begun_ahead_are_done_again_with_the_one_before() {
         assert_eq!(scales(&expected.0), [a, b, b, b, c, d, d, d], "{on:?}");
         assert_eq!(scales(&found.0), [a, b, b, b, c, c, c, c], "{on:?}");
         assert!(found.0.iter().all(|step| step.non_finite.is_none()), "{on:?}");
-        if on == Where::Buckets {
+        if on == Where::Processor {
             // In fp32 a scale changes no bit.
             let losses = |run: &[StepSummary]| -> Vec<u64> {
                 run.iter().map(|step| step.loss.to_bits()).collect()
@@ -358,7 +358,7 @@ fn a_scale_that_is_too_large_falls() {
 fn a_checkpoint_keeps_the_scale() {
     let (model, training) = (model(), training());
     let made = |scaled| {
-        engine_with(Where::Buckets, &model, &training, |types| types.scaled = scaled)
+        engine_with(Where::Processor, &model, &training, |types| types.scaled = scaled)
     };
     let (mut from, mut into) = (made(true), made(true));
     let kept = ScaleEntry { scale: 4096.0, good_steps: 17 };

@@ -55,7 +55,7 @@ fn in_buckets_the_loss_is_the_same() {
         micro_batch_size: 7,
         ..job.config.training.clone()
     };
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let config = weights.model();
     let shape = Shape::new(config, &layout, 0, &training).measuring();
     let device = Device::cpu(2, 0).expect("threads");
@@ -93,7 +93,7 @@ fn nothing_of_training_has_a_place() {
     }
     let mut config = common::model();
     fit_gpus(&mut config);
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
         let training = Measurer::Gpu { precision }.training(&config, LENGTH);
         let shape = Shape::new(&config, &layout, 0, &training).measuring();

@@ -48,7 +48,7 @@ fn engine(model: &ModelConfig, training: &TrainingConfig, wanted: Use) -> Option
     let device = Device::cuda(0, 0).expect("a GPU");
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let micro_batches = training.global_batch_size / training.micro_batch_size;
-    let types = Types::buckets(training, micro_batches);
+    let types = Types::of(training, micro_batches);
     let mut shape = Shape::with_types(model, &layout, 0, training, types);
     shape.documents = true;
     let model = Model::on(device, shape, model, &layout, 0, training).expect("its kernels");

@@ -31,7 +31,7 @@ const CUT: u64 = 8;
 fn job(backend: Backend, offload: Offload) -> Job {
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let mut job = Job::new(match backend {
-        Backend::Cuda => layout.by_buckets(),
+        Backend::Cuda => layout,
         Backend::Cpu => layout,
     });
     fit_gpus(&mut job.config.model);
@@ -108,7 +108,7 @@ fn in_buckets(precision: Precision, moments: MomentDtype, offloads: bool) -> Eng
     }
     let (config, training) = (&job.config.model, &mut job.config.training);
     (training.precision, training.compute.moment_dtype) = (precision, moments);
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let shape = Shape { offloads, ..Shape::new(config, &layout, 0, training) };
     let device = Device::cpu(2, 0).expect("threads");
     let model = Model::on(device, shape, config, &layout, 0, training).expect("an arena");

@@ -11,7 +11,7 @@ use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::round::Round;
-use moe_worker::engine::sums::Sums;
+use moe_worker::engine::buckets::BucketSums;
 use moe_worker::state::rank::RankState;
 use moejob_kernels::{DType, Device};
 use moejob_protocol::checkpoint::Part;
@@ -59,7 +59,7 @@ fn step(reference: &Reference, precision: Precision) -> (f64, Vec<(String, Vec<f
     };
     model.load(&column(0), &column(1));
     let (round, mut links) = (Round::alone(batch * sequence), Links::solo());
-    let mut sums = Sums::new(&model);
+    let mut sums = BucketSums::new(&model);
     model.begin_step(&training, 0);
     sums.clear();
     let mut pass = Pass::new(&mut model, &mut links, &round);
@@ -67,7 +67,7 @@ fn step(reference: &Reference, precision: Precision) -> (f64, Vec<(String, Vec<f
     let leaf = sums.leaf(&round);
     pass.loss(Some(&leaf));
     pass.backward(&leaf);
-    sums.push(&round, Some(0), &[0], &mut model);
+    sums.push(&round, &mut model);
     sums.measure(&mut model);
     let loss = model.read_numbers(&training, 0).loss;
     model.device.check().expect("a device that works");

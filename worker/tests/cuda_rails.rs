@@ -18,7 +18,7 @@ use moejob_protocol::rails::Rails;
 
 /// More micro-batches than ranks, so that one has a round more than the others.
 fn job(gpus: u32, ep: u32, precision: Precision) -> Job {
-    let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(gpus, ep)).by_buckets());
+    let mut job = Job::new(Layout::contiguous(Mesh::data_parallel(gpus, ep)));
     let model = &mut job.config.model;
     (model.hidden_size, model.head_dim, model.experts.intermediate_size) = (64, 32, 64);
     (model.experts.count, model.dense_intermediate_size) = (32, 128);

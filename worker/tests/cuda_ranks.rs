@@ -27,7 +27,7 @@ use std::time::Duration;
 const STEPS: u64 = 20;
 
 fn layout(dp: u32, ep: u32) -> Layout {
-    Layout::contiguous(Mesh::data_parallel(dp, ep)).by_buckets()
+    Layout::contiguous(Mesh::data_parallel(dp, ep))
 }
 
 /// What computes.

@@ -14,8 +14,7 @@ mod places;
 
 use moe_worker::data::{Batches, Corpus};
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::handles::slice;
-use moe_worker::engine::round::{Aim, Round};
+use moe_worker::engine::round::Round;
 use moe_worker::engine::step::{Engine, StepSummary};
 use moe_worker::state::rank::RankState;
 use moejob_kernels::DType;
@@ -118,7 +117,7 @@ struct Walk {
 /// processors take over weights and moments behind a step in which a choice differs, and go on from
 /// there. That step's own loss, in which a token of thousands had another expert, is compared.
 fn walk(example: &Example, on: Where, steps: u64) -> Walk {
-    let (mut found, mut expected) = (example.engine(on), example.engine(Where::Tree));
+    let (mut found, mut expected) = (example.engine(on), example.engine(Where::Processor));
     let (mut own, mut theirs) = (example.corpus(), example.corpus());
     let mut walk = Walk::default();
     let mut losses = [0.0; 2];
@@ -167,7 +166,7 @@ fn what_is_taken_over_goes_on_as_its_source() {
         let mut from = example.engine(on);
         let mut into = {
             example.training.seed += 1;
-            let other = example.engine(Where::Tree);
+            let other = example.engine(Where::Processor);
             example.training.seed -= 1;
             other
         };
@@ -193,7 +192,7 @@ fn a_hundred_losses_where_no_token_chooses() {
     // Experts for all tokens are much for a processor: a quarter of the example's tokens.
     (training.global_batch_size, training.sequence_length) = (4, 128);
     training.steps = if has_gpu() { 100 } else { 12 };
-    let expected = steps(Where::Tree, model, training);
+    let expected = steps(Where::Processor, model, training);
     for on in places().into_iter().filter(|on| *on == Where::Gpu || !has_gpu()) {
         let found = steps(on, model, training);
         let first = found.len().min(20);
@@ -207,8 +206,8 @@ fn a_hundred_losses_where_no_token_chooses() {
 /// Gradients of the first step, in table order, and its loads.
 fn gradients(example: &Example, on: Where) -> (Vec<Vec<f64>>, Vec<u64>) {
     match on {
-        Where::Tree => by_micro_batch(example, |_| {}),
-        Where::Buckets | Where::Gpu => in_buckets(example, on),
+        Where::Processor => by_micro_batch(example, |_| {}),
+        Where::Gpu => in_buckets(example, on),
     }
 }
 
@@ -221,14 +220,13 @@ fn in_buckets(example: &Example, on: Where) -> (Vec<Vec<f64>>, Vec<u64>) {
     for index in 0..example.micro_batches() {
         let batch = Batches::micro_batch(&mut data, 0, index).expect("a batch");
         model.load(&batch.ids, &batch.targets);
-        let aim = Aim::Record(index as usize);
-        let round = Round { aim, ..Round::alone(batch.ids.len()) };
+        let round = Round::alone(batch.ids.len());
         let mut pass = Pass::new(model, links, &round);
         pass.forward();
         let leaf = gradients.leaf(&round);
         pass.loss(Some(&leaf));
         pass.backward(&leaf);
-        gradients.push(&round, Some(index), &[index], model);
+        gradients.push(&round, model);
     }
     gradients.measure(model);
     let loads = model.read_numbers(&example.training, 0).loads;
@@ -260,7 +258,7 @@ fn by_micro_batch(
         ..example.training.clone()
     };
     let mut data = example.corpus();
-    let mut engine = engine(Where::Tree, &example.model, &alone);
+    let mut engine = engine(Where::Processor, &example.model, &alone);
     change(&mut engine);
     let count = example.micro_batches();
     let Engine { model, gradients, links, .. } = &mut engine;
@@ -278,14 +276,10 @@ fn by_micro_batch(
         let leaf = gradients.leaf(&round);
         pass.loss(Some(&leaf));
         pass.backward(&leaf);
-        let (stacks, flats) = (&model.buffers.gradients, &model.shape.flats);
+        gradients.push(&round, model);
         for (at, sum) in sums.iter_mut().enumerate() {
-            let buffer = slice(stacks.dense[0], &flats.dense, at)
-                .or_else(|| slice(stacks.experts[0][0], &flats.experts, at));
-            let values =
-                model.device.read_vec::<f32>(buffer.expect("one rank holds everything"));
-            let pairs = sum.iter_mut().zip(values);
-            pairs.for_each(|(sum, value)| *sum += f64::from(value) / f64::from(count));
+            let pairs = sum.iter_mut().zip(common::gradient(model, at));
+            pairs.for_each(|(sum, value)| *sum += value / f64::from(count));
         }
         model.reduce_numbers(links);
         let own = model.read_numbers(&alone, 0).loads;
@@ -353,7 +347,7 @@ fn the_first_gradients_in_fp32() {
         // expert's differ: then the first step of another seed.
         let seed = (1..=4).find(|seed| {
             example.training.seed = *seed;
-            let (expected, loads) = gradients(&example, Where::Tree);
+            let (expected, loads) = gradients(&example, Where::Processor);
             let (found, own) = gradients(&example, on);
             if own != loads {
                 println!("{on:?}, seed {seed}: a token chose another expert");
@@ -436,7 +430,7 @@ fn gradients_and_twenty_losses_in_other_precisions() {
         return;
     }
     let mut example = Example::new();
-    let (first, expected) = (gradients(&example, Where::Tree), losses(&example, Where::Tree));
+    let (first, expected) = (gradients(&example, Where::Processor), losses(&example, Where::Processor));
     let mut wrong = Vec::new();
     for (precision, bits) in PRECISIONS {
         example.training.precision = precision;
@@ -462,7 +456,7 @@ fn gradients_and_twenty_losses_in_other_precisions() {
 #[test]
 fn rounded_weights_alone_are_within_the_bounds_and_near_them() {
     let example = Example::new();
-    let expected = gradients(&example, Where::Tree);
+    let expected = gradients(&example, Where::Processor);
     for bits in [10, 7] {
         let found = by_micro_batch(&example, |engine| round_weights(engine, bits));
         let what = format!("weights of {bits} bits");

@@ -3,7 +3,7 @@
 mod common;
 
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::tree::TreeSums;
+use moe_worker::engine::buckets::BucketSums;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
@@ -15,14 +15,13 @@ use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{
     Activation, AuxLossScope, BalanceLoss, CosineConfig, ModelConfig, QkNorm, RouterKind, Scoring,
 };
-use moejob_protocol::reduction::Flat;
 
 const SEQUENCE: usize = 6;
 const BATCH: usize = 2;
 
 struct Bench {
     model: Model,
-    gradients: TreeSums,
+    gradients: BucketSums,
     round: Round,
     links: Links,
     training: TrainingConfig,
@@ -46,9 +45,9 @@ impl Bench {
         let targets: Vec<u32> = (0..tokens as u32).map(|i| (i * 5 + 1) % 13).collect();
         model.load(&ids, &targets);
         model.set_noise(Some(Noise { seed: 5, step: 3, micro_batch: 0 }));
-        let gradients = TreeSums::new(&model);
+        let gradients = BucketSums::new(&model);
         let round = Round::alone(tokens);
-        let mixture = model.buffers.layers.iter().filter(|layer| layer.moe.is_some()).count();
+        let mixture = model.buffers.layers.iter().filter(|layer| layer.fused.is_some()).count();
         let scale = 1.0 / mixture.max(1) as f64;
         Bench {
             aux: config.router.aux_loss_coef * scale,
@@ -65,33 +64,25 @@ impl Bench {
     /// What the gradients are the gradients of.
     fn objective(&mut self) -> f64 {
         self.model.begin_step(&self.training, 0);
+        self.model.begin_record();
         let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
         pass.forward();
         pass.loss(None);
-        let [loss, _, aux, z, entropy] = self.model.read_record(0);
+        let [loss, _, aux, z, entropy] = self.model.read_record();
         loss / (BATCH * SEQUENCE) as f64 + self.aux * aux + self.z * z + self.entropy * entropy
     }
 
     /// The analytic gradient of every parameter.
     fn backward(&mut self) -> Vec<Vec<f64>> {
         self.model.begin_step(&self.training, 0);
+        self.gradients.clear();
         let mut pass = Pass::new(&mut self.model, &mut self.links, &self.round);
         pass.forward();
         let leaf = self.gradients.leaf(&self.round);
         pass.loss(Some(&leaf));
         pass.backward(&leaf);
-        let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
-        let read = |base, flat: &Flat, index| {
-            moe_worker::engine::handles::slice(base, flat, index)
-                .map(|buffer| self.model.device.read_vec::<f64>(buffer))
-        };
-        (0..self.model.params.len())
-            .map(|index| {
-                read(stacks.dense[0], &flats.dense, index)
-                    .or_else(|| read(stacks.experts[0][0], &flats.experts, index))
-                    .expect("one rank holds everything")
-            })
-            .collect()
+        self.gradients.push(&self.round, &mut self.model);
+        (0..self.model.params.len()).map(|index| common::gradient(&self.model, index)).collect()
     }
 
     fn change(&mut self, index: usize, element: usize, by: f64) {

@@ -88,7 +88,7 @@ fn a_document_begins_anew() {
     let mut choices = |ids: &[u32], starts: Option<&[u32]>| -> Vec<Vec<u32>> {
         model.load_documents(ids, ids, starts);
         Pass::new(&mut model, &mut Links::solo(), &Round::alone(tokens)).forward();
-        let layers = model.buffers.layers.iter().filter_map(|layer| layer.moe.as_ref());
+        let layers = model.buffers.layers.iter().filter_map(|layer| layer.fused.as_ref());
         let chosen = layers.map(|moe| moe.router.gate.as_ref().expect("a gate").chosen);
         chosen.map(|chosen| model.device.read_vec(chosen)).collect()
     };

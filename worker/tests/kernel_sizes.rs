@@ -55,7 +55,7 @@ fn job(of: Choice) -> Option<Job> {
 
 /// What kernels say of the job where so many ranks share its experts.
 fn refused(job: &Job, ep: u32) -> Vec<Refusal> {
-    let kernels = step_kernels(&job.model, &layout(job, ep, ep), &job.training);
+    let kernels = step_kernels(&job.model, &layout(ep, ep), &job.training);
     let attentions = kernels.attentions.iter().filter_map(|desc| desc.check().err());
     attentions.chain(kernels.layers.iter().filter_map(|desc| desc.check().err())).collect()
 }
@@ -95,7 +95,7 @@ fn what_kernels_refuse_is_known_before_a_device_is_opened() {
         let ep = job.expert_parallel.unwrap_or(1);
         let (known, found) = (job.unsupported(), refused(&job, ep));
         // Whatever is asked for, its memory can be counted.
-        let counted = memory(&job, &layout(&job, ep, ep), 0);
+        let counted = memory(&job, &layout(ep, ep), 0);
         assert!(counted.balanced <= counted.committed && counted.committed <= counted.worst);
         let told = || format!("seed {seed}: {known:?} and {found:?}");
         // More experts than a rank needs, and slices on one rank, are no matter of kernels.

@@ -6,11 +6,11 @@ mod common;
 
 use common::reference::{Reference, distance, relative};
 use moe_worker::engine::forward::Pass;
-use moe_worker::engine::tree::TreeSums;
-use moe_worker::engine::handles::slice;
+use moe_worker::engine::buckets::BucketSums;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::round::Round;
+use moe_worker::state::rank::RankState;
 use moejob_kernels::Buffer;
 use moejob_protocol::config::{AdamW, Precision, Schedule, TrainingConfig};
 use moejob_protocol::layout::Layout;
@@ -22,7 +22,7 @@ const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/data"
 
 struct Bench<'a> {
     model: Model,
-    gradients: TreeSums,
+    gradients: BucketSums,
     reference: &'a Reference,
     precision: Precision,
     training: TrainingConfig,
@@ -46,7 +46,7 @@ impl Bench<'_> {
         };
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
         let model = Model::new(&reference.config, &layout, 0, &training, 1).expect("a small arena");
-        let gradients = TreeSums::new(&model);
+        let gradients = BucketSums::new(&model);
         let mut bench = Bench { model, gradients, reference, precision, training };
         for index in 0..bench.model.params.len() {
             let name = format!("initial/{}", bench.model.params[index].name);
@@ -55,9 +55,7 @@ impl Bench<'_> {
         }
         let initial = reference.tensors.keys().filter(|name| name.starts_with("initial/")).count();
         assert_eq!(initial, bench.model.params.len(), "the same table of parameters");
-        let state = bench.model.buffers.state.clone();
-        bench.model.device.fill_zero(state.moment1);
-        bench.model.device.fill_zero(state.moment2);
+        bench.model.clear_moments();
         bench
     }
 
@@ -113,6 +111,7 @@ impl Bench<'_> {
         let tokens = batch * sequence;
         let (round, mut links) = (Round::alone(tokens), Links::solo());
         self.model.begin_step(&self.training, step as u64);
+        self.model.begin_record();
         self.gradients.clear();
         Pass::new(&mut self.model, &mut links, &round).forward();
         let logits = self.logits(tokens);
@@ -120,10 +119,12 @@ impl Bench<'_> {
         let leaf = self.gradients.leaf(&round);
         pass.loss(Some(&leaf));
         pass.backward(&leaf);
-        let [loss, _, aux, ..] = self.model.read_record(0);
+        self.gradients.push(&round, &mut self.model);
+        self.model.keep_record(0);
+        let [loss, _, aux, ..] = self.model.read_record();
         let loss = loss / tokens as f64;
         if step == 0 {
-            let mixture = self.model.buffers.layers.iter().filter(|l| l.moe.is_some()).count();
+            let mixture = self.model.buffers.layers.iter().filter(|l| l.fused.is_some()).count();
             let aux = aux / mixture as f64;
             let coefficient = self.model.config.router.aux_loss_coef;
             self.check("logits", &logits, bound);
@@ -133,11 +134,11 @@ impl Bench<'_> {
             self.check("loss", &[loss + coefficient * aux], bound);
             self.check_gradients(bound);
         }
-        self.gradients.push(&round, Some(0), &[0], &mut self.model);
         self.gradients.reduce(&mut self.model, &mut links);
         self.gradients.measure(&mut self.model);
         self.model.reduce_numbers(&mut links);
-        self.gradients.update(&mut self.model, &self.training.adamw);
+        self.model.decide_update();
+        self.gradients.update(&mut self.model, &mut links, &self.training.adamw);
     }
 
     /// Parameters that the optimizer trains; corrections of the choice have no gradient.
@@ -147,12 +148,9 @@ impl Bench<'_> {
     }
 
     fn check_gradients(&self, bound: f64) {
-        let (stacks, flats) = (&self.model.buffers.gradients, &self.model.shape.flats);
         for (index, param) in self.trained() {
-            let buffer = slice(stacks.dense[0], &flats.dense, index)
-                .or_else(|| slice(stacks.experts[0][0], &flats.experts, index))
-                .expect("one rank holds everything");
-            self.check(&format!("gradient/{}", param.name), &self.read(buffer), bound);
+            let gradient = common::gradient(&self.model, index);
+            self.check(&format!("gradient/{}", param.name), &gradient, bound);
         }
     }
 

@@ -5,10 +5,9 @@ mod common;
 
 use common::{Job, bits, sources, state_hash, trainers};
 use moe_worker::engine::eval::{Measurer, evaluate};
-use moe_worker::engine::handles::slice;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::gate::Noise;
-use moe_worker::engine::tree::TreeSums;
+use moe_worker::engine::buckets::BucketSums;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::round::Round;
@@ -90,12 +89,8 @@ fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
     ]
 }
 
-/// How gradients are summed: each trains every router.
-const SUMS: [fn(Layout) -> Layout; 2] = [|layout| layout, Layout::by_buckets];
-
 fn job(layout: Layout, top_k: u32, router: &RouterConfig) -> Job {
     let mut job = Job::new(layout);
-    job.config.training.compute.combine_each = true;
     job.config.model.router = router.clone();
     job.config.model.experts.per_token = top_k;
     job
@@ -124,18 +119,11 @@ fn last_hash(job: &Job) -> String {
 #[test]
 fn any_mesh_and_any_stop_give_the_same_bits() {
     for (name, top_k, router) in routers() {
-        let train = |sums: fn(Layout) -> Layout| {
-            train_anywhere(name, &|layout| job(sums(layout), top_k, &router))
-        };
-        let [tree, buckets] = SUMS.map(train);
-        for (step, (a, b)) in tree.iter().zip(&buckets).enumerate() {
-            assert!((a - b).abs() < 1e-5 * a, "{name}: step {}: {a}, in buckets {b}", step + 1);
-        }
+        train_anywhere(name, &|layout| job(layout, top_k, &router));
     }
 }
 
-/// The losses, which are the same wherever it trains.
-fn train_anywhere(name: &str, job: &dyn Fn(Layout) -> Job) -> Vec<f64> {
+fn train_anywhere(name: &str, job: &dyn Fn(Layout) -> Job) {
     let one = job(layout(1, 1));
     let reports = one.run(&mut trainers(1), None).1;
     let losses: Vec<f64> = reports.iter().map(|report| report.loss).collect();
@@ -162,7 +150,6 @@ fn train_anywhere(name: &str, job: &dyn Fn(Layout) -> Job) -> Vec<f64> {
     found.extend(stopped.run(&mut group, None).1);
     assert_eq!(told(&found), told(&reports), "{name}: after a stop");
     assert_eq!(last_hash(&stopped), last_hash(&one), "{name}: after a stop");
-    losses
 }
 
 #[test]
@@ -276,7 +263,11 @@ fn one_step(config: &ModelConfig, scope: AuxLossScope, micro_batch: u32) -> (Vec
         moe_worker::data::Corpus::open(&job.config.data, &training, vocabulary).expect("text");
     let mut engine = Engine::new(model, &training, Links::solo());
     let summary = engine.step(0, &mut corpus).expect("one rank");
-    (engine.model.device.read_vec(engine.model.square_sums()), summary.aux_loss)
+    let model = &engine.model;
+    let squares = model.buffers.buckets.iter().flat_map(|bucket| {
+        model.device.read_vec::<f64>(bucket.square_sums)
+    });
+    (squares.collect(), summary.aux_loss)
 }
 
 /// A rank whose tokens are all dropped, and experts that get none, compute zeros, not nonsense.
@@ -293,28 +284,23 @@ fn nothing_routed_is_a_layer_of_zeros() {
     model.load(&ids, &ids);
     model.set_noise(Some(Noise { seed: 1, step: 0, micro_batch: 0 }));
     let (round, mut links) = (Round::alone(tokens), Links::solo());
-    let gradients = TreeSums::new(&model);
+    let mut gradients = BucketSums::new(&model);
     model.begin_step(&training, 0);
     let mut pass = Pass::new(&mut model, &mut links, &round);
     pass.forward();
     let leaf = gradients.leaf(&round);
     pass.loss(Some(&leaf));
     pass.backward(&leaf);
+    gradients.push(&round, &mut model);
+    model.keep_record(0);
     model.reduce_numbers(&mut links);
     let numbers = model.read_numbers(&training, 0);
     assert!(numbers.loss.is_finite());
     assert_eq!(numbers.dropped, numbers.loads, "all are dropped");
     assert_eq!(numbers.unrouted, 2 * tokens as u64);
     for index in 0..model.params.len() {
-        let flats = [&model.shape.flats.dense, &model.shape.flats.experts];
-        let stacks = &model.buffers.gradients;
-        let bases = [stacks.dense[0], stacks.experts[0][0]];
-        for (base, flat) in bases.into_iter().zip(flats) {
-            let Some(gradient) = slice(base, flat, index) else { continue };
-            let gradient: Vec<f32> = model.device.read_vec(gradient);
-            let name = &model.params[index].name;
-            assert!(gradient.iter().all(|x| x.is_finite()), "{name}");
-            assert!(!name.contains("experts") || gradient.iter().all(|x| *x == 0.0), "{name}");
-        }
+        let (gradient, name) = (common::gradient(&model, index), &model.params[index].name);
+        assert!(gradient.iter().all(|x| x.is_finite()), "{name}");
+        assert!(!name.contains("experts") || gradient.iter().all(|x| *x == 0.0), "{name}");
     }
 }

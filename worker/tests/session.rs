@@ -227,7 +227,6 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         ranks: 1,
         exchange: Default::default(),
         overlap_degree: 1,
-        ways: vec![],
         threads: 1,
     };
     for edit in edits {

@@ -15,7 +15,7 @@ use moe_worker::hf::{self, Options, Weights, export};
 use moe_worker::state::snapshot::{cut, initialize, shard_runs};
 use moejob_protocol::ModelConfig;
 use moejob_protocol::checkpoint::{Part, directory_name};
-use moejob_protocol::config::{Exchange, Precision, Recompute, Resume, TrainingConfig};
+use moejob_protocol::config::{Precision, Recompute, Resume, TrainingConfig};
 use moejob_protocol::layout::{Layout, Placement};
 use moejob_protocol::memory::{Shape, rank_memory};
 use moejob_protocol::rows::row_counts;
@@ -38,26 +38,14 @@ fn job(layout: Layout, slices: u32, change: &impl Fn(&mut Job)) -> Job {
     job
 }
 
-/// For each number of slices: on all of these layouts, in both ways, at once and in chunks, the
-/// bits of one rank.
+/// For each number of slices: on all of these layouts the bits of one rank.
 fn check(name: &str, layouts: &[Layout], change: impl Fn(&mut Job)) {
     for slices in [2, 4] {
         let one = job(layout(1, 1), slices, &change).whole();
         for layout in layouts {
-            let held = layout.mesh.ep <= 4 * slices;
-            for (exchange, degree) in [
-                (Exchange::Flat, 1),
-                (Exchange::Hierarchical, 1),
-                (Exchange::Flat, 2),
-                (Exchange::Hierarchical, 4),
-            ] {
-                let mut job = job(layout.clone(), slices, &change);
-                (job.config.ranks, job.config.exchange) = (2, exchange);
-                job.config.overlap_degree = degree;
-                let what = format!("{name}, {slices} slices, {layout:?}, {exchange:?}, {degree}");
-                assert!(held, "{what}: a rank has nothing to hold");
-                assert_eq!(job.whole(), one, "{what}");
-            }
+            let what = format!("{name}, {slices} slices, {layout:?}");
+            assert!(layout.mesh.ep <= 4 * slices, "{what}: a rank has nothing to hold");
+            assert_eq!(job(layout.clone(), slices, &change).whole(), one, "{what}");
         }
     }
 }
@@ -73,11 +61,11 @@ fn one_to_eight_ranks_give_the_same_bits() {
 }
 
 #[test]
-fn ranks_without_tokens_and_slices_anywhere() {
+fn ranks_without_tokens_and_slices_in_any_order() {
     check("idle", &[layout(6, 6)], |job| job.config.training.global_batch_size = 4);
-    // The two slices of an expert on one rank, apart, and one of them twice in the group.
-    let slots = [vec![0, 1, 2, 7], vec![3, 4], vec![5, 7], vec![6]];
-    let placed = Layout { placement: Placement::Explicit(vec![slots.to_vec(); 2]), ..layout(4, 4) };
+    // The two slices of an expert on one rank, and apart.
+    let order = vec![vec![0, 1, 2, 7, 3, 4, 5, 6]; 2];
+    let placed = Layout { placement: Placement::Ordered(order), ..layout(4, 4) };
     let one = job(layout(1, 1), 2, &|_| {}).whole();
     assert_eq!(job(placed, 2, &|_| {}).whole(), one);
 }
@@ -112,15 +100,11 @@ fn a_lost_rank_and_newcomers_change_nothing() {
         job.config.recovery.memory_every_steps = 1;
     };
     let one = job(layout(1, 1), 2, &change).whole().0;
-    let was_lost = |exchange| {
-        let mut job = job(layout(8, 8), 2, &change);
-        (job.config.ranks, job.config.exchange) = (2, exchange);
-        let rows = job.losing_the_last(layout(7, 7), |job| job.config.overlap_degree = 2);
+    let was_lost = || {
+        let rows = job(layout(8, 8), 2, &change).losing_the_last(layout(7, 7), |_| {});
         rows.map(|rows| assert_eq!(rows, one)).is_some()
     };
-    for exchange in [Exchange::Flat, Exchange::Hierarchical] {
-        assert!((0..5).any(|_| was_lost(exchange)), "never cut off in time");
-    }
+    assert!((0..5).any(|_| was_lost()), "never cut off in time");
     // Growing and shrinking, also below the number of experts, from memory.
     for path in [[(2, 2, 2), (8, 8, 5), (7, 7, 8)], [(1, 1, 2), (4, 4, 5), (3, 3, 8)]] {
         let mut job = job(layout(1, 1), 2, &change);
@@ -248,7 +232,7 @@ fn initial_weights_are_the_same_numbers() {
     };
     let whole = of(1, &layout(1, 1));
     for slices in [2, 4, 8] {
-        for layout in [layout(1, 1), layout(4, 2), layout(4, 4), layout(2, 2).by_buckets()] {
+        for layout in [layout(1, 1), layout(4, 2), layout(4, 4), layout(2, 2)] {
             assert!(of(slices, &layout) == whole, "{slices} slices on {layout:?}");
         }
     }
@@ -419,7 +403,7 @@ fn slices_are_counted() {
     assert_eq!(counts(2, 2).arrived, counts(1, 2).arrived);
     // One slice of eight: tokens of eight ranks, half of which chose its expert.
     assert_eq!((counts(2, 8).routed, counts(2, 8).arrived), (4000, 4000));
-    for (slices, layout) in [(2, layout(4, 4)), (4, layout(8, 8)), (2, layout(2, 2).by_buckets())] {
+    for (slices, layout) in [(2, layout(4, 4)), (4, layout(8, 8)), (2, layout(2, 2))] {
         let job = job(layout.clone(), slices, &|_| {});
         let (model, training) = (&job.config.model, &job.config.training);
         let recovery = &job.config.recovery;
@@ -430,14 +414,4 @@ fn slices_are_counted() {
         let slots = u64::from(model.slices().slots);
         assert_eq!(shape.worst.routed, shape.tokens * shape.expert_parallel * slots.min(held));
     }
-}
-
-/// One rank with all experts as one op has no use for slices, and says so.
-#[test]
-fn a_rank_with_all_experts_in_one_op_refuses_slices() {
-    let job = job(layout(1, 1).by_buckets(), 2, &|_| {});
-    let (model, layout) = (&job.config.model, &job.config.layout);
-    let error = Model::new(model, layout, 0, &job.config.training, 1).expect_err("no slices");
-    let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-    assert!(format!("{error} {source}").contains("2 slices of each expert"), "{error} {source}");
 }

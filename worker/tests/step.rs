@@ -88,7 +88,7 @@ fn traffic(job: &Job) -> Vec<(Traffic, u64)> {
 #[test]
 fn the_host_writes_batches_and_reads_numbers_once() {
     let shuffled = Layout {
-        placement: Placement::Explicit(vec![vec![vec![1, 2, 3], vec![0]]; 2]),
+        placement: Placement::Ordered(vec![vec![1, 3, 2, 0]; 2]),
         ..layout(2, 2)
     };
     let layouts = [layout(1, 1), layout(2, 1), layout(2, 2), layout(4, 2), shuffled];

@@ -28,7 +28,7 @@ const ALL: [Zero; 3] = [Zero::Optimizer, Zero::Gradients, Zero::Weights];
 const STEPS: u64 = 12;
 
 fn layout(dp: u32, ep: u32) -> Layout {
-    Layout::contiguous(Mesh::data_parallel(dp, ep)).by_buckets()
+    Layout::contiguous(Mesh::data_parallel(dp, ep))
 }
 
 /// `rounds` micro-batches on each rank, whatever stage.

@@ -2,6 +2,7 @@
 
 use super::Float;
 use super::gemm::GemmFloat;
+use super::moe::held;
 use crate::device::Device;
 use crate::head::{HeadDesc, HeadGradient, HeadLoss, head_numbers};
 use crate::loss::{CrossEntropy, IGNORE};
@@ -14,7 +15,7 @@ pub(crate) fn loss<T: Float + GemmFloat>(device: &mut Device, op: &HeadLoss) {
     if let (0, Some(HeadGradient { dtable, accumulate: false, .. })) = (tokens, op.gradient) {
         device.fill_zero(dtable);
     }
-    let read = |device: &Device, scale| f64::from(device.read_vec::<f32>(scale)[0]);
+    let read = |device: &Device, scale| f64::from(held::<f32>(device, scale)[0]);
     let loss_scale = op.loss_scale.map_or(1.0, |scale| read(device, scale));
     for (first, count) in op.chunks(&plan) {
         let x = op.x.slice(first * dim, count * dim);

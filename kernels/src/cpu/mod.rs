@@ -38,7 +38,6 @@ mod place;
 mod pool;
 mod rope;
 mod route;
-mod route_plan;
 mod slices;
 mod wire;
 

@@ -1,6 +1,6 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
-use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::convert::AddUp;
 use crate::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked,
@@ -177,14 +177,23 @@ pub(crate) fn route_alone(device: &mut Device, op: &MoeRoute) {
     route(device, desc, tensors);
 }
 
+/// Elements of the memory that an op of processors works in.
+pub(super) fn held<E: Element>(device: &Device, buffer: Buffer) -> Vec<E> {
+    device.as_cpu().expect("an op of processors").slice(buffer).to_vec()
+}
+
+fn set<E: Element>(device: &mut Device, buffer: Buffer, values: &[E]) {
+    device.as_cpu_mut().expect("an op of processors").slice_mut(buffer).copy_from_slice(values);
+}
+
 pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     let all = op.check();
     let saved = &op.saved;
-    let ids: Vec<u32> = device.read_vec(saved.ids);
+    let ids: Vec<u32> = held(device, saved.ids);
     let here = |slot: usize| {
         let rank = slot / (op.tokens * op.top_k);
         let place = (ids[slot] as usize).checked_sub(op.first)?;
-        (op.present >> rank & 1 == 1 && place < op.locals).then_some(place)
+        (rank < op.present && place < op.locals).then_some(place)
     };
     let slots = 0..all * op.top_k;
     let mut offsets = vec![0_u32; op.locals + 1];
@@ -192,8 +201,8 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     (0..op.locals).for_each(|place| offsets[place + 1] += offsets[place]);
     let full = offsets[op.locals] as usize > op.room;
     if full {
-        let overflows = device.read_vec::<f64>(op.overflows)[0] + 1.0;
-        device.write(op.overflows, &[overflows]);
+        let overflows = held::<f64>(device, op.overflows)[0] + 1.0;
+        set(device, op.overflows, &[overflows]);
         offsets.fill(0);
     }
     let here = |slot: usize| here(slot).filter(|_| !full);
@@ -204,9 +213,9 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
         pos[slot] = next[place];
         next[place] += 1;
     }
-    device.write(saved.offsets, &offsets);
-    device.write(saved.rows.slice(0, rows.len()), &rows);
-    device.write(saved.pos, &pos);
+    set(device, saved.offsets, &offsets);
+    set(device, saved.rows.slice(0, rows.len()), &rows);
+    set(device, saved.pos, &pos);
     let (x, index, y) = (saved.weights, saved.pos, saved.row_weights);
     device.scatter_rows(&ScatterRows { rows: slots.len(), dim: 1, x, index, y });
 }
@@ -420,8 +429,8 @@ fn gradients_of_up(
 
 /// To U32 [E * S + 1]: where the rows of each expert and source begin. An expert's ascend by token.
 fn write_bounds(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors, to: Buffer) {
-    let offsets: Vec<u32> = device.read_vec(tensors.saved.offsets);
-    let rows: Vec<u32> = device.read_vec(tensors.saved.rows);
+    let offsets: Vec<u32> = held(device, tensors.saved.offsets);
+    let rows: Vec<u32> = held(device, tensors.saved.rows);
     let each = (desc.tokens / desc.sources) as u32;
     let mut bounds = Vec::new();
     for expert in offsets.windows(2) {
@@ -433,7 +442,7 @@ fn write_bounds(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors, to: B
         bounds.extend(begins.map(|begin| begin as u32));
     }
     bounds.extend(offsets.last());
-    device.write(to, &bounds);
+    set(device, to, &bounds);
 }
 
 fn router_gradient(
@@ -560,21 +569,21 @@ fn route(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
             prob_sums: saved.prob_sums.slice(segment * experts, experts),
             losses: saved.losses,
         });
-        let own: Vec<f64> = device.read_vec(saved.losses);
+        let own: Vec<f64> = held(device, saved.losses);
         losses.iter_mut().zip(own).for_each(|(sum, own)| *sum += own / segments as f64);
-        let own: Vec<u32> = device.read_vec(own_counts);
+        let own: Vec<u32> = held(device, own_counts);
         counts.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
     }
-    device.write(saved.losses, &losses);
-    device.write(saved.counts, &counts);
+    set(device, saved.losses, &losses);
+    set(device, saved.counts, &counts);
     let Some(numbers) = tensors.numbers else { return };
     numbers.check(experts);
-    let mut sums: Vec<f64> = device.read_vec(numbers.losses);
+    let mut sums: Vec<f64> = held(device, numbers.losses);
     sums.iter_mut().zip(losses).for_each(|(sum, own)| *sum += own);
-    device.write(numbers.losses, &sums);
-    let mut loads: Vec<f64> = device.read_vec(numbers.loads);
+    set(device, numbers.losses, &sums);
+    let mut loads: Vec<f64> = held(device, numbers.loads);
     loads.iter_mut().zip(counts).for_each(|(sum, own)| *sum += f64::from(own));
-    device.write(numbers.loads, &loads);
+    set(device, numbers.loads, &loads);
 }
 
 /// From the gradient of each slot's weight to that of the logits, and dx of that.
@@ -589,7 +598,7 @@ fn route_backward(
     let saved = &tensors.saved;
     let Scratch { dweights, dlogits, .. } = *scratch;
     let loss_scale = tensors.loss_scale.map_or(1.0, |scale| {
-        f64::from(device.read_vec::<f32>(scale)[0])
+        f64::from(held::<f32>(device, scale)[0])
     });
     for segment in 0..desc.segments {
         let count = tokens / desc.segments;

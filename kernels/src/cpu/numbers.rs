@@ -1,14 +1,12 @@
 //! See [`crate::numbers`].
 
-use super::optimizer::Factors;
 use super::{CpuDevice, Float};
 use crate::balance::{Balance, row};
 use crate::numbers::{
-    AdamWUpdate, AddRouting, BalanceLosses, ConcatenatedBalance, MoveCorrections, ReduceNumbers,
-    RouteEntropy, SumCounts, SumRows, record, tally,
+    AddRouting, BalanceLosses, MoveCorrections, RouteEntropy, SumRows, tally,
 };
 use crate::place::NO_EXPERT;
-use crate::step_numbers::{StepControl, StepNumbers, StepParams};
+use crate::step_numbers::StepNumbers;
 use std::cmp::Ordering;
 
 impl CpuDevice {
@@ -53,31 +51,6 @@ impl CpuDevice {
         value[0] = sum / segments;
     }
 
-    pub(crate) fn sum_counts(&mut self, op: &SumCounts) {
-        let (mut views, _) = self.split();
-        let counts: Vec<&[u32]> = op.counts.iter().map(|counts| views.read(*counts)).collect();
-        let out: &mut [u32] = views.write(op.out);
-        out.fill(0);
-        for counts in counts {
-            assert_eq!(counts.len(), out.len(), "{op:?}");
-            out.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
-        }
-    }
-
-    pub(crate) fn concatenated_balance(&mut self, op: &ConcatenatedBalance) {
-        let (mut views, _) = self.split();
-        let counts: Vec<&[u32]> = op.counts.iter().map(|counts| views.read(*counts)).collect();
-        let sums: Vec<&[f64]> = op.prob_sums.iter().map(|sums| views.read(*sums)).collect();
-        let value: &mut [f64] = views.write(op.value);
-        let experts = counts.first().map_or(0, |counts| counts.len());
-        let products = (0..experts).fold(0.0, |sum, e| {
-            let load: u64 = counts.iter().map(|counts| u64::from(counts[e])).sum();
-            sum + load as f64 * sums.iter().fold(0.0, |sum, probs| sum + probs[e])
-        });
-        let (tokens, layers) = (op.tokens as f64, counts.len().max(1) as f64);
-        value[0] = experts as f64 * products / (tokens * tokens * layers);
-    }
-
     pub(crate) fn add_routing(&mut self, op: &AddRouting) {
         let (mut views, _) = self.split();
         let losses: &[f64] = views.read(op.losses);
@@ -117,43 +90,6 @@ impl CpuDevice {
         }
     }
 
-    pub(crate) fn reduce_numbers(&mut self, op: &ReduceNumbers) {
-        let (mut views, _) = self.split();
-        let parts: &[f64] = views.read(op.parts);
-        let params: &[f64] = views.read(op.params);
-        let out: &mut [f64] = views.write(op.out);
-        assert_eq!(out.len(), op.layout.len(), "{op:?}");
-        out.fill(0.0);
-        for at in op.records {
-            for (name, x) in RECORDED.iter().zip(&parts[*at..at + record::COUNT]) {
-                out[*name] += x;
-            }
-        }
-        let tables = op.layout.loads().start..op.layout.dropped().end;
-        for at in op.tallies {
-            let (counts, rest) = parts[*at..].split_at(tally::COUNT);
-            TALLIED.iter().zip(counts).for_each(|(name, count)| out[*name] += count);
-            out[tables.clone()].iter_mut().zip(rest).for_each(|(sum, count)| *sum += count);
-        }
-        let (mut squares, mut bad) = (0.0, 0.0);
-        let of_tensors = op.layout.non_finite();
-        for run in op.squares {
-            let counted = StepParams::class(params, run.class).active;
-            for sum in &parts[run.at.clone()] {
-                if counted {
-                    squares += sum;
-                }
-                if !sum.is_finite() {
-                    out[of_tensors.clone()][run.tensor] += 1.0;
-                    bad += 1.0;
-                }
-            }
-        }
-        let unscale = 1.0 / params[StepParams::LOSS_SCALE];
-        out[StepNumbers::SQUARED_NORM] = squares * unscale * unscale;
-        out[StepNumbers::NON_FINITE] = bad;
-    }
-
     pub(crate) fn move_corrections<T: Float>(&mut self, op: &MoveCorrections) {
         let (mut views, _) = self.split();
         let numbers: &[f64] = views.read(op.numbers);
@@ -168,38 +104,7 @@ impl CpuDevice {
             *bias = T::of(corrected(bias.wide(), op.rate, *load as u128, total, loads.len()));
         }
     }
-
-    pub(crate) fn adamw_update<T: Float>(&mut self, op: &AdamWUpdate) {
-        let (mut views, _) = self.split();
-        let (params, numbers) = (views.read(op.params), views.read(op.numbers));
-        let control = StepControl::decide(params, numbers);
-        let class = StepParams::class(params, op.class);
-        if !control.apply || !class.active {
-            return;
-        }
-        let betas = (op.beta1, op.beta2);
-        let factors = Factors::<T>::new(&class, betas, op.eps, control.gradient_scale, true);
-        self.update(&factors, op.w, op.m, op.v, op.g);
-    }
 }
-
-/// What the numbers of a record are summed into, in their order.
-const RECORDED: [usize; record::COUNT] = [
-    StepNumbers::LOSS,
-    StepNumbers::VALID_TARGETS,
-    StepNumbers::AUX_LOSS,
-    StepNumbers::Z_LOSS,
-    StepNumbers::ENTROPY,
-];
-
-/// The same of a tally.
-const TALLIED: [usize; tally::COUNT] = [
-    StepNumbers::UNROUTED,
-    StepNumbers::FOLLOWED,
-    StepNumbers::SWITCHED,
-    StepNumbers::ENTROPIES,
-    StepNumbers::ROUTED_OVERFLOWS,
-];
 
 /// The correction of an expert after a step in which `count` of `total` slots chose it.
 fn corrected(bias: f64, rate: f64, count: u128, total: u128, experts: usize) -> f64 {

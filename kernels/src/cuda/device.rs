@@ -25,6 +25,7 @@ use super::staging::{self, Post, Staging};
 use super::step_ops::StepOps;
 use super::token_lane::TokenLane;
 use super::transfer::{self, Transfer};
+use crate::pages::Pages;
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::TrafficCounts;
@@ -414,12 +415,12 @@ impl CudaDevice {
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.
-            Ok(unsafe { self.transfer()?.read_all([(self.arena.address(buffer), bytes)]) }?)
+            Ok(unsafe { self.transfer()?.read_all([(self.arena.address(buffer), bytes)], Pages::Stay) }?)
         });
     }
 
     /// The bytes of each of some buffers.
-    pub(crate) fn read_all(&self, all: Vec<(Buffer, &mut [u8])>) {
+    pub(crate) fn read_all(&self, all: Vec<(Buffer, &mut [u8])>, pages: Pages) {
         self.attempt_outside("a copy to the host", || {
             self.settle()?;
             let all = all.into_iter().map(|(buffer, into)| {
@@ -427,7 +428,7 @@ impl CudaDevice {
                 (self.arena.address(buffer), into)
             });
             // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
-            Ok(unsafe { self.transfer()?.read_all(all) }?)
+            Ok(unsafe { self.transfer()?.read_all(all, pages) }?)
         });
     }
 

@@ -490,21 +490,6 @@ impl<E: Element> PinnedBuffer<E> {
         unsafe { cu::memcpy_htod_async(to, from, stream.handle()) }
             .doing(|| format!("copying {len} elements to {to:#x}"))
     }
-
-    /// Copies the first `len` elements to the device address `to`, and waits.
-    ///
-    /// # Safety
-    /// As many are allocated there.
-    pub(super) unsafe fn write_at(
-        &self,
-        stream: &Stream,
-        to: u64,
-        len: usize,
-    ) -> Result<(), CudaError> {
-        // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
-        unsafe { self.enqueue_write(stream, to, len)? };
-        stream.synchronize()
-    }
 }
 
 impl<E: Element> Drop for PinnedBuffer<E> {

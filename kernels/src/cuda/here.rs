@@ -24,7 +24,7 @@ const TOKENS: usize = 256;
 /// The kernel's `Present`.
 #[repr(C)]
 struct Present {
-    ranks: u64,
+    ranks: i32,
     each: i32,
 }
 
@@ -193,7 +193,7 @@ impl Here {
             saved.row_weights,
         ]
         .map(|buffer| arena.address(buffer));
-        let present = Present { ranks: op.present, each: op.tokens as i32 };
+        let present = Present { ranks: op.present as i32, each: op.tokens as i32 };
         let (tokens, first, locals) = (all as i32, op.first as i32, op.locals as i32);
         let threads = TOKENS as u32;
         let masks = op.locals * TOKENS / 8;

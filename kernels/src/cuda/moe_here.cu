@@ -3,14 +3,14 @@
 constexpr int TOKENS = 256;          // of a block
 constexpr int WORDS = TOKENS / 32;
 
-// Which ranks have tokens: `each` of them a rank.
-struct Present { u64 ranks; int each; };
+// How many ranks have tokens, the first ones: `each` of them a rank.
+struct Present { int ranks; int each; };
 
 // Expert of a slot by its place here, below 0 for one that lies elsewhere.
 __device__ __forceinline__ int place_of(const int* ids, u64 slot, Present present, int t,
                                         int first, int locals) {
   const int place = ids[slot] - first;
-  const bool counts = present.ranks >> (t / present.each) & 1;
+  const bool counts = t / present.each < present.ranks;
   return counts && ids[slot] >= first && place < locals ? place : -1;
 }
 

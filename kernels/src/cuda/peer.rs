@@ -466,7 +466,7 @@ impl PeerLinks {
 
     /// Rows by (expert here, source, token) become a list by (source, expert, token), for
     /// [`MoveRows`]: `take` [rows] and `starts` [P + 1]. `segments` [G * S + 1] are those of
-    /// `RoutePlan`; `sources` are the positions of its sources, rising.
+    /// the rows here; `sources` are the positions of its sources, rising.
     pub fn return_order(
         &self,
         (stream, arena): (&Stream, &Arena),

@@ -11,7 +11,7 @@
 // Who needs which token.
 struct Need {
   const u32* ids;             // [N P T, K]: experts of each token
-  u64 present;                // a bit for each (node, position) that has tokens
+  u32 present;                // (node, position) that have tokens, the first ones
   u32 first[PEERS_MAX];       // experts of each position here: first .. first + count
   u32 count[PEERS_MAX];
   u32 tokens, top_k, nodes;   // T, K, N
@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 who_needs(const Need& need, u32 row, u32 position
   return __reduce_or_sync(sharers(lanes), found);
 }
 __device__ __forceinline__ bool is_present(const Need& need, u32 rank) {
-  return need.present >> rank & 1;
+  return rank < need.present;
 }
 
 constexpr u32 CREW = GROUP_THREADS / 2;

@@ -44,8 +44,8 @@ pub struct Need {
     pub top_k: usize,
     /// u32 [N P T, K]
     pub ids: Buffer,
-    /// A bit for each rank that has tokens, by (node, position).
-    pub present: u64,
+    /// Ranks that have tokens, the first ones by (node, position).
+    pub present: usize,
     /// Experts of each of these ranks: first, and how many.
     pub experts: Vec<(u32, u32)>,
     /// `N`, and which of them this rank's is.
@@ -90,7 +90,7 @@ pub struct ScatterRows<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct NeedData {
     ids: u64,
-    present: u64,
+    present: u32,
     first: [u32; PEERS_MAX],
     count: [u32; PEERS_MAX],
     tokens: u32,
@@ -153,8 +153,7 @@ impl Need {
         let (positions, ranks) = (desc.positions, self.nodes * desc.positions);
         let slots = ranks * self.tokens * self.top_k;
         assert_eq!((self.ids.dtype(), self.ids.len()), (DType::U32, slots), "{self:?}");
-        let absent = self.present.checked_shr(ranks as u32).unwrap_or(0);
-        assert!(self.experts.len() == ranks && absent == 0, "{self:?}");
+        assert!(self.experts.len() == ranks && self.present <= ranks, "{self:?}");
         assert!(self.node < self.nodes, "{self:?}");
         let (mut first, mut count) = ([0; PEERS_MAX], [0; PEERS_MAX]);
         let here = &self.experts[self.node * positions..][..positions];
@@ -167,7 +166,7 @@ impl Need {
             (number(self.tokens), number(self.top_k), number(self.nodes));
         NeedData {
             ids: arena.address(self.ids),
-            present: self.present,
+            present: number(self.present),
             first,
             count,
             tokens,

@@ -22,7 +22,6 @@ pub mod topology;
 pub mod travel;
 mod trees;
 mod verify;
-pub mod ways;
 
 pub use arrange::{Wish, arrange};
 pub use facts::FabricFacts;

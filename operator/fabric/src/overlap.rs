@@ -3,16 +3,16 @@
 //!
 //! ```text
 //! links      chunks out, one behind the other | rows back of chunk c, once it is computed
-//! products   chunk c, once it is here | processors, behind the last one: weight gradients
+//! products   chunk c, once it is here
 //! ```
 //! Links by latencies and rates ([`travel`](crate::travel)), products by a roofline: operations at
 //! the rate that the profile says, but no faster than the weights of the experts are read, once for
 //! each chunk. So small chunks cost latencies and passes over weights.
 //!
-//! On GPUs gradients of weights are made chunk by chunk, and added up in memory. And products leave
-//! some multiprocessors to what travels.
+//! Gradients of weights are made chunk by chunk, and added up in memory. And products leave some
+//! multiprocessors to what travels.
 
-use crate::travel::{self, Machines, reached};
+use crate::travel::{self, Machines};
 use moejob_manifest::job::Job;
 use moejob_manifest::profile::Backend;
 use moejob_protocol::config::{Exchange, OVERLAP_DEGREES, Precision};
@@ -27,23 +27,9 @@ const WORTH: f64 = 0.95;
 /// A100's 108.
 const LEFT_FREE: f64 = 16.0 / 108.0;
 
-/// What one layer of processors does with a rank's micro-batch, in seconds of all its tokens.
+/// What one layer does, where each GPU has all tokens of its group at the experts.
 #[derive(Clone, Copy, Debug)]
 struct Layer<'a> {
-    machines: Machines<'a>,
-    exchange: Exchange,
-    ep: u32,
-    /// Bytes that a rank sends out, and back.
-    out: f64,
-    back: f64,
-    /// Of one pass of products: operations, by rate, and a reading of the weights.
-    products: f64,
-    weights: f64,
-}
-
-/// The same of GPUs, of which each has all tokens of its group at the experts.
-#[derive(Clone, Copy, Debug)]
-struct LayerOnGpus<'a> {
     machines: Machines<'a>,
     rails: Option<Rails>,
     ep: u32,
@@ -60,27 +46,18 @@ struct LayerOnGpus<'a> {
 }
 
 /// In how many chunks tokens of the expert groups of `layout` travel, and where there is something
-/// to choose, why. The job may say it. On processors no bit depends on it, so a wrong guess costs
-/// time alone. On GPUs roundings of gradients do, as they do on the mesh, and without a word of the
-/// job it is one.
+/// to choose, why. The job may say it. Without a word of it it is one, since roundings of gradients
+/// depend on it. Processors send rows at once.
 pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
-    if layout.mesh.ep == 1 {
+    if job.profile.backend == Backend::Cpu || layout.mesh.ep == 1 {
         return (1, None);
     }
     // `plan` also tells of a job that is refused for its degree.
     if let Some(degree) = job.overlap_degree.filter(|degree| job.takes_chunks(*degree)) {
         return (degree, Some("parallelism.overlapDegree says so".to_string()));
     }
-    let seconds: Box<dyn Fn(u32) -> f64 + '_> = match job.profile.backend {
-        Backend::Cpu => match Layer::of(job, layout) {
-            Some(layer) => Box::new(move |degree| layer.seconds(degree)),
-            None => return (1, None),
-        },
-        Backend::Cuda => match LayerOnGpus::of(job, layout) {
-            Some(layer) => Box::new(move |degree| layer.seconds(degree)),
-            None => return (1, None),
-        },
-    };
+    let Some(layer) = Layer::of(job, layout) else { return (1, None) };
+    let seconds = |degree| layer.seconds(degree);
     let one = seconds(1);
     let best = OVERLAP_DEGREES
         .into_iter()
@@ -92,66 +69,16 @@ pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
     let (ms, one) = (seconds * 1e3, one * 1e3);
     match degree {
         1 => (1, Some(format!("{one:.2} ms a layer expected, and hardly less with several"))),
-        // Nobody has measured them between nodes of GPUs, so they are for who asks.
-        _ if job.profile.backend == Backend::Cuda => (1, Some(format!(
+        // Nobody has measured them between nodes, so they are for who asks.
+        _ => (1, Some(format!(
             "{one:.2} ms a layer expected; `overlapDegree: {degree}` {ms:.2}, not measured on GPUs"
         ))),
-        _ => (degree, Some(format!("{ms:.2} ms a layer expected, with one {one:.2}"))),
     }
 }
 
 impl<'a> Layer<'a> {
-    /// None: the profile says too little.
-    fn of(job: &'a Job, layout: &Layout) -> Option<Layer<'a>> {
-        let machines = Machines::of(&job.profile)?;
-        let flops = job.profile.flops.filter(|flops| flops.fp32_tflops > 0.0)?;
-        let (model, training, ep) = (&job.model, &job.training, layout.mesh.ep);
-        let tokens = f64::from(training.micro_batch_size) * f64::from(training.sequence_length);
-        let (dim, top_k) = (f64::from(model.hidden_size), f64::from(model.slices().per_token));
-        let element = training.precision.element().bytes() as f64;
-        let rows = tokens * dim * element;
-        // Gate, up and down.
-        let expert = 3.0 * dim * f64::from(model.slices().width);
-        let held = f64::from(model.slices().count) / f64::from(ep);
-        Some(Layer {
-            machines,
-            exchange: travel::choice(job, layout).0,
-            ep,
-            out: rows * reached(model, ep),
-            back: rows * top_k,
-            products: 2.0 * tokens * top_k * expert / (flops.fp32_tflops * 1e12 * flops.reached),
-            weights: held * expert * element / machines.figures.copy_rate,
-        })
-    }
-
-    /// Forward and backward in so many chunks.
-    fn seconds(&self, chunks: u32) -> f64 {
-        let of = f64::from(chunks);
-        let [out, back] = [self.out, self.back].map(|bytes| self.exchanged(bytes / of));
-        let work = (self.products / of).max(self.weights);
-        // Gradients of weights are made at once.
-        let behind = self.products.max(self.weights);
-        if chunks == 1 {
-            return 2.0 * (out + work + back) + behind;
-        }
-        // What a thread sends and gets is copied: read and written.
-        let copied = 2.0 * (self.out + self.back) * 2.0 / self.machines.figures.copy_rate;
-        let forward = overlapped(chunks, [out, work, back], 0.0);
-        forward + overlapped(chunks, [out, work, back], behind) + 2.0 * copied
-    }
-
-    /// Seconds in which each rank sends so many bytes.
-    fn exchanged(&self, bytes: f64) -> f64 {
-        match self.exchange {
-            Exchange::Flat => self.machines.flat(self.ep, bytes),
-            Exchange::Hierarchical => self.machines.hierarchical(self.ep, bytes),
-        }
-    }
-}
-
-impl<'a> LayerOnGpus<'a> {
     /// None: the profile says too little; of products it says the rate of bf16 alone.
-    fn of(job: &'a Job, layout: &Layout) -> Option<LayerOnGpus<'a>> {
+    fn of(job: &'a Job, layout: &Layout) -> Option<Layer<'a>> {
         let machines = Machines::of(&job.profile)?;
         let flops = job.profile.flops.filter(|flops| flops.bf16_tflops > 0.0)?;
         let (model, training, ep) = (&job.model, &job.training, layout.mesh.ep);
@@ -169,7 +96,7 @@ impl<'a> LayerOnGpus<'a> {
         let held = f64::from(model.experts.count) / f64::from(ep) * expert;
         let (rate, copy_rate) = (flops.bf16_tflops * 1e12, machines.figures.copy_rate);
         let element = types.element.bytes() as f64;
-        Some(LayerOnGpus {
+        Some(Layer {
             machines,
             rails: rails.filter(|_| travel::choice(job, layout).0 == Exchange::Hierarchical),
             ep,
@@ -194,8 +121,8 @@ impl<'a> LayerOnGpus<'a> {
         let work = (self.products / of / (1.0 - LEFT_FREE)).max(self.weights);
         // The first chunk writes gradients as one does that is all; others add to them.
         let again = 2.0 * work + self.gradients * (of - 1.0) / of;
-        let forward = overlapped(chunks, [forward, work, back], 0.0);
-        forward + overlapped(chunks, [backward, again, back], 0.0) + self.copied
+        let forward = overlapped(chunks, [forward, work, back]);
+        forward + overlapped(chunks, [backward, again, back]) + self.copied
     }
 
     /// Seconds until each GPU has so many bytes of all tokens.
@@ -213,15 +140,14 @@ impl<'a> LayerOnGpus<'a> {
     }
 }
 
-/// Seconds of so many chunks, each of which takes so long out, in the products and back; and
-/// `behind` of products more behind the last one.
-fn overlapped(chunks: u32, [out, work, back]: [f64; 3], behind: f64) -> f64 {
+/// Seconds of so many chunks, each of which takes so long out, in the products and back.
+fn overlapped(chunks: u32, [out, work, back]: [f64; 3]) -> f64 {
     let (mut link, mut done) = (f64::from(chunks) * out, 0.0_f64);
     for chunk in 1..=chunks {
         done = done.max(f64::from(chunk) * out) + work;
         link = link.max(done) + back;
     }
-    link.max(done + behind)
+    link
 }
 
 #[cfg(test)]
@@ -234,12 +160,10 @@ mod tests {
             assert!((found - expected).abs() < 1e-9, "{found}, expected {expected}");
         };
         // Products hide all but the first dispatch and the last combine.
-        close(overlapped(4, [1.0, 5.0, 2.0], 0.0), 1.0 + 4.0 * 5.0 + 2.0);
-        // Behind them weight gradients hide that one, too.
-        close(overlapped(4, [1.0, 5.0, 2.0], 20.0), 1.0 + 4.0 * 5.0 + 20.0);
+        close(overlapped(4, [1.0, 5.0, 2.0]), 1.0 + 4.0 * 5.0 + 2.0);
         // The link is never idle: all goes out, and back behind the first chunk.
-        close(overlapped(4, [5.0, 1.0, 5.0], 0.0), 40.0);
-        close(overlapped(2, [1.0, 1.0, 1.0], 0.0), 4.0);
-        close(overlapped(1, [1.0, 2.0, 3.0], 0.0), 6.0);
+        close(overlapped(4, [5.0, 1.0, 5.0]), 40.0);
+        close(overlapped(2, [1.0, 1.0, 1.0]), 4.0);
+        close(overlapped(1, [1.0, 2.0, 3.0]), 6.0);
     }
 }

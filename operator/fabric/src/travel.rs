@@ -21,8 +21,6 @@ use moejob_manifest::profile::{Backend, Line, LinkFigures, Profile};
 use moejob_manifest::words::aligned;
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::Layout;
-use moejob_protocol::rows::arriving;
-use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
 use serde::Serialize;
 
@@ -133,21 +131,19 @@ impl<'a> Machines<'a> {
 }
 
 /// How the expert groups of `layout` exchange, and where there is something to choose, why. The job
-/// may say it. Else it is what is expected to be faster for a layer, and flat where the profile has
-/// no figures, or on GPUs. On processors no bit depends on it, so a wrong guess costs time alone.
+/// may say it, else it is flat, with what is expected of the other way. Processors send each row to
+/// those that need it.
 pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let (ranks, ep) = (job.profile.ranks.max(1), layout.mesh.ep);
     // A group of one node has nothing to send to others.
-    if ranks.is_multiple_of(ep) {
+    if job.profile.backend == Backend::Cpu || ranks.is_multiple_of(ep) {
         return (Exchange::Flat, None);
     }
-    let rails = Rails::of(&layout.mesh, ranks);
-    let on_gpus = job.profile.backend == Backend::Cuda;
-    if on_gpus && rails.is_none() {
+    let Some(rails) = Rails::of(&layout.mesh, ranks) else {
         let uneven = "not every node has as many GPUs of an expert group".to_string();
         let asked = job.exchange == Some(Exchange::Hierarchical);
         return (Exchange::Flat, asked.then_some(uneven));
-    }
+    };
     let said = "parallelism.exchange says so".to_string();
     if let Some(exchange) = job.exchange {
         return (exchange, Some(said));
@@ -159,41 +155,23 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let (element, dim) = (training.precision.element(), u64::from(job.model.hidden_size));
     let rows = |row: u64| (tokens * row) as f64;
-    let [flat, two] = match rails.filter(|_| on_gpus) {
-        // One GPU of the group on each node: there is nothing to pass on.
-        Some(rails) if rails.places == 1 => return (Exchange::Flat, None),
-        Some(rails) => {
-            let formats = training.compute.formats(element, job.model.slices().per_token);
-            let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
-            let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
-            gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)))
-        }
-        None => exchanged(&machines, &job.model, ep, rows(dim * element.bytes())),
-    };
-    let why = |ours: f64, other: f64| {
-        Some(format!("{:.2} ms a layer expected, else {:.2}", ours * 1e3, other * 1e3))
-    };
-    match two < flat {
-        // Nobody has measured rails between nodes of GPUs, so they are for who asks.
-        true if on_gpus => (Exchange::Flat, Some(format!(
-            "{:.2} ms a layer expected; `exchange: hierarchical` {:.2}, not measured on GPUs",
-            flat * 1e3,
-            two * 1e3
-        ))),
-        true => (Exchange::Hierarchical, why(two, flat)),
-        false => (Exchange::Flat, why(flat, two)),
+    // One GPU of the group on each node: there is nothing to pass on.
+    if rails.places == 1 {
+        return (Exchange::Flat, None);
     }
-}
-
-/// Seconds of a layer of processors, flat and hierarchical, with even routing and so many bytes of
-/// a rank's rows.
-fn exchanged(machines: &Machines, model: &ModelConfig, ep: u32, rows: f64) -> [f64; 2] {
-    // A token once to each rank that computes one of its experts, and a row of each expert back. In
-    // backward the same.
-    let bytes = [rows * reached(model, ep), rows * f64::from(model.slices().per_token)];
-    let flat = bytes.iter().map(|bytes| 2.0 * machines.flat(ep, *bytes)).sum();
-    let two = bytes.iter().map(|bytes| 2.0 * machines.hierarchical(ep, *bytes)).sum();
-    [flat, two]
+    let formats = training.compute.formats(element, job.model.slices().per_token);
+    let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
+    let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
+    let [flat, two] = gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)));
+    let (one, other) = (flat * 1e3, two * 1e3);
+    let why = match two < flat {
+        // Nobody has measured rails between nodes of GPUs, so they are for who asks.
+        true => format!(
+            "{one:.2} ms a layer expected; `exchange: hierarchical` {other:.2}, not measured on GPUs"
+        ),
+        false => format!("{one:.2} ms a layer expected, else {other:.2}"),
+    };
+    (Exchange::Flat, Some(why))
 }
 
 /// Of `bytes` of all tokens of a group those that a GPU gets from the others of its rail.
@@ -202,22 +180,13 @@ fn along_rail(rails: Rails, bytes: f64) -> f64 {
     others * bytes / all
 }
 
-/// The same of GPUs, with so many bytes of rows of all: out in forward, out in backward, and back
-/// in each.
+/// Seconds of a layer, flat and along rails, with so many bytes of rows of all: out in forward, out
+/// in backward, and back in each.
 fn gathered(machines: &Machines, rails: Rails, [forward, backward, back]: [f64; 3]) -> [f64; 2] {
     let all = |of: &dyn Fn(f64) -> f64| of(forward) + of(backward) + 2.0 * of(back);
     let flat = all(&|bytes| machines.ring((rails.nodes * rails.places) as u32, bytes));
     let two = all(&|bytes| machines.along_rails(rails, bytes));
     [flat, two + 2.0 * machines.added(rails, back)]
-}
-
-/// To how many of the `ep` ranks that share the experts a token travels, where all experts are
-/// chosen alike often.
-pub fn reached(model: &ModelConfig, ep: u32) -> f64 {
-    // A rank has so many experts, or slices of them, one at least.
-    let held = f64::from(model.experts.count) / f64::from(ep);
-    let held = if model.slices().each > 1 { held.max(1.0) } else { held };
-    f64::from(ep) * arriving(model, held)
 }
 
 /// Two ways to exchange, in seconds.

@@ -10,7 +10,9 @@ use crate::job::Job;
 use crate::preset;
 use crate::problem::{Code, Problem};
 use crate::profile::Backend;
-use crate::spec::{AttentionName, MoeJobSpec, Word, as_typed};
+use crate::spec::{
+    AttentionName, ExchangeName, MoeJobSpec, NumberOrAuto, OverlapDegree, Word, as_typed,
+};
 use moejob_protocol::config::{
     GradientDtype, MomentDtype, OVERLAP_DEGREES, Precision, TrainingConfig, Wire,
 };
@@ -31,6 +33,29 @@ pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         Backend::Cpu => of_processors(spec, job),
         Backend::Cuda => of_dtypes(&job.training),
     }
+}
+
+/// What would have no effect on processors, which send each row to those that need it.
+pub fn warnings(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
+    if job.profile.backend != Backend::Cpu {
+        return Vec::new();
+    }
+    let parallelism = spec.parallelism.clone().unwrap_or_default();
+    let exchange = parallelism.exchange.filter(|of| *of == ExchangeName::Hierarchical);
+    let exchange = exchange.map(|_| ("exchange", "hierarchical".to_string()));
+    let degree = parallelism.overlap_degree.and_then(|of| match of {
+        OverlapDegree(NumberOrAuto::Number(degree)) if degree > 1 => Some(degree),
+        _ => None,
+    });
+    let degree = degree.map(|degree| ("overlapDegree", degree.to_string()));
+    let of = |(field, value): (&str, String)| {
+        let path = format!("spec.parallelism.{field}");
+        let given = format!("`{value}` on processors");
+        let advice = "it has no effect: processors send each token's row at once to those that \
+                      have its experts";
+        Problem::of(Code::Device, path, given, "any on GPUs", advice)
+    };
+    exchange.into_iter().chain(degree).map(of).collect()
 }
 
 /// Processors compute in fp32, always in the same order; what asks for that is no problem.
@@ -64,12 +89,6 @@ fn of_processors(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
         let path = "spec.parallelism.combinePreReduce";
         let given = "`true` on processors";
         found.push(Problem::of(Code::Device, path, given, "false", advice));
-    }
-    if let Some(stage) = parallelism.zero.filter(|stage| *stage > 1) {
-        let advice = "processors sum gradients as one tree, so that no bit depends on how many \
-                      there are, and each has all of it: delete it";
-        let given = format!("`{stage}` on processors");
-        found.push(Problem::of(Code::Device, "spec.parallelism.zero", given, "1", advice));
     }
     let wire = parallelism.wire.map_or(Wire::Auto, |of| of.0);
     if !matches!(wire, Wire::Auto | Wire::Fp32) {

@@ -236,10 +236,9 @@ impl Job {
         u64::from(self.training.micro_batch_size) * u64::from(self.training.sequence_length)
     }
 
-    /// Whether a micro-batch may travel in so many chunks: those of GPUs have equally many tokens.
+    /// Whether a micro-batch may travel in so many chunks, which have equally many tokens.
     pub fn takes_chunks(&self, degree: u32) -> bool {
-        let any = self.profile.backend == Backend::Cpu || self.expert_parallel == Some(1);
-        any || self.tokens().is_multiple_of(degree.max(1).into())
+        self.expert_parallel == Some(1) || self.tokens().is_multiple_of(degree.max(1).into())
     }
 
     pub fn growth_interval(&self, venue: Venue) -> u64 {
@@ -310,7 +309,7 @@ impl Job {
                 fast_attention: false,
                 offload: Offload::None,
                 wire: Wire::Auto,
-                combine_each: false,
+                combine_each: true,
                 zero: Zero::default(),
             };
             self.recovery.memory_auto = false;
@@ -358,16 +357,17 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: P
         data,
         training,
         expert_parallel,
-        exchange: match parallelism.exchange {
-            None | Some(ExchangeName::Auto) => None,
-            Some(ExchangeName::Flat) => Some(Exchange::Flat),
-            Some(ExchangeName::Hierarchical) => Some(Exchange::Hierarchical),
+        exchange: match (backend, parallelism.exchange) {
+            // Processors send each row to those that need it: typed or not, it is the same job.
+            (Backend::Cpu, _) | (_, None | Some(ExchangeName::Auto)) => None,
+            (Backend::Cuda, Some(ExchangeName::Flat)) => Some(Exchange::Flat),
+            (Backend::Cuda, Some(ExchangeName::Hierarchical)) => Some(Exchange::Hierarchical),
         },
-        overlap_degree: match parallelism.overlap_degree {
-            Some(OverlapDegree(NumberOrAuto::Number(degree))) => {
+        overlap_degree: match (backend, parallelism.overlap_degree) {
+            (Backend::Cuda, Some(OverlapDegree(NumberOrAuto::Number(degree)))) => {
                 OVERLAP_DEGREES.into_iter().find(|known| i64::from(*known) == degree)
             }
-            None | Some(OverlapDegree(NumberOrAuto::Word(_))) => None,
+            _ => None,
         },
         tensor_parallel: parallelism.tensor.unwrap_or(1),
         pipeline_parallel: parallelism.pipeline.unwrap_or(1),
@@ -565,12 +565,8 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cpu => Wire::Auto,
                 Backend::Cuda => parallelism.wire.map_or(Wire::Auto, |of| of.0),
             },
-            combine_each: backend == Backend::Cuda
-                && !parallelism.combine_pre_reduce.unwrap_or(pre_reduced),
-            zero: match backend {
-                Backend::Cpu => Zero::default(),
-                Backend::Cuda => parallelism.zero.and_then(Zero::of).unwrap_or_default(),
-            },
+            combine_each: !parallelism.combine_pre_reduce.unwrap_or(pre_reduced),
+            zero: parallelism.zero.and_then(Zero::of).unwrap_or_default(),
         },
     }
 }

@@ -26,7 +26,7 @@ use moejob_plan::fits::{CUT, Change, Search, changes};
 use moejob_plan::observed::{Gang, Size};
 use moejob_plan::placement::{self, Need, Skipped, gib};
 use moejob_plan::traffic::{self, Expected};
-use moejob_protocol::config::{Exchange, Way};
+use moejob_protocol::config::Exchange;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
 
@@ -129,9 +129,6 @@ pub struct SizeFacts {
     /// Why so many, where there is something to choose.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overlap_why: Option<String>,
-    /// Between which the first steps choose, the planned one first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub ways: Vec<Way>,
 }
 
 fn is_one(degree: &u32) -> bool {
@@ -310,7 +307,6 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         exchange_why: travel::choice(job, &size.layout).1,
         overlap_degree: size.overlap_degree,
         overlap_why: overlap::choice(job, &size.layout).1,
-        ways: size.ways.clone(),
     }
 }
 
@@ -501,10 +497,6 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
     }
     if let Some((size, why)) = size.and_then(|size| Some((size, size.overlap_why.as_ref()?))) {
         lines.push(format!("  {} of tokens: {why}", several(size.overlap_degree, "chunk")));
-    }
-    if let Some(size) = size.filter(|size| !size.ways.is_empty()) {
-        let ways: Vec<String> = size.ways.iter().map(Way::words).collect();
-        lines.push(format!("  the first steps try how tokens travel fastest: {}", ways.join(", ")));
     }
     if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
         lines.push("\nmemory of rank 0, even routing".to_string());

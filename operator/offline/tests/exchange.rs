@@ -3,13 +3,13 @@
 #![allow(clippy::disallowed_methods, reason = "the test reads the page")]
 
 use moejob_fabric::overlap;
-use moejob_fabric::travel::{Load, Machines, choice, fastest, reached, rows, text};
+use moejob_fabric::travel::{Load, Machines, choice, fastest, rows, text};
 use moejob_manifest::Job;
 use moejob_manifest::profile::{Line, LinkFigures, Profile, Profiles, read};
 use moejob_offline::{outlook, text as outlook_text};
 use moejob_plan::observed::Size;
 use moejob_plan::placement::sizes;
-use moejob_protocol::config::{Exchange, Way, Wire};
+use moejob_protocol::config::{Exchange, Wire};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{window_bytes, window_rooms};
 use moejob_protocol::mesh::Mesh;
@@ -199,110 +199,35 @@ fn job(more: &str, links: &str) -> Result<Job, String> {
         .map_err(|problems| problems.iter().map(|problem| format!("{problem}\n")).collect())
 }
 
-/// A token's choices are distinct, so it reaches more ranks than as many throws of dice would.
-#[test]
-fn a_token_reaches_as_many_ranks_as_its_choices_make_it() {
-    let mut model = job("", "").expect("a job").model;
-    for (experts, chosen, ep, expected) in [
-        (4, 2, 2, 5.0 / 3.0),
-        (8, 1, 4, 1.0),
-        // One expert each: as many as there are choices.
-        (8, 3, 8, 3.0),
-        (8, 8, 4, 4.0),
-        (8, 2, 1, 1.0),
-    ] {
-        (model.experts.count, model.experts.per_token) = (experts, chosen);
-        let found = reached(&model, ep);
-        assert!((found - expected).abs() < 1e-12, "{chosen} of {experts} on {ep}: {found}");
-    }
-}
-
 const LINKS: &str = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 50 }], \
                      network: { us: 20, GBps: 10 }, messageUs: 5, copyGBps: 20 }\n";
 
-/// More chunks than one are taken where both links and products take long, and no bit is at stake.
+/// Processors send rows at once whatever a manifest says, and it is told that the words have no
+/// effect.
 #[test]
-fn the_plan_takes_chunks_where_they_are_expected_to_pay() {
-    let degrees = |job: &Job| -> Vec<(u32, u32, bool)> {
-        let (sizes, _) = sizes(job);
-        let degree = |size: &Size| {
-            let (degree, why) = overlap::choice(job, &size.layout);
-            assert_eq!(degree, size.overlap_degree);
-            (size.layout.mesh.ep, degree, why.is_some())
-        };
-        sizes.iter().map(degree).collect()
-    };
-    // A line of 1 GB/s between machines.
-    let links = LINKS.replace("GBps: 10 }", "GBps: 1 }");
-    let auto = |tflops: f64| {
-        let flops = format!("{links}flops: {{ fp32Tflops: {tflops}, reached: 0.5 }}\n");
-        let mut job = job("", &flops).expect("a job");
-        job.training.sequence_length = 4096;
-        degrees(&job)
-    };
-    let balanced = auto(0.2);
-    assert!(balanced.iter().any(|(ep, degree, _)| *ep > 4 && *degree > 1), "{balanced:?}");
-    // Products that take all of the time, or none of it.
-    for tflops in [0.0001, 1000.0] {
-        let found = auto(tflops);
-        assert!(found.iter().all(|of| of.1 == 1 && of.2), "{tflops}: {found:?}");
+fn processors_send_rows_at_once() {
+    for (says, told) in [
+        ("", vec![]),
+        ("overlapDegree: 4", vec!["overlapDegree: found `4` on processors"]),
+        ("overlapDegree: 1, exchange: flat", vec![]),
+        ("exchange: hierarchical", vec!["exchange: found `hierarchical` on processors"]),
+    ] {
+        let job = job(&format!("  parallelism: {{ {says} }}\n"), LINKS).expect("a job");
+        for size in sizes(&job).0 {
+            assert_eq!((size.exchange, size.overlap_degree), (Exchange::Flat, 1), "{says}");
+            assert_eq!(overlap::choice(&job, &size.layout).1, None, "{says}");
+            assert_eq!(choice(&job, &size.layout).1, None, "{says}");
+        }
+        let warned: Vec<String> = job.warnings.iter().map(ToString::to_string).collect();
+        assert_eq!(warned.len(), told.len(), "{says}: {warned:?}");
+        for (warned, told) in warned.iter().zip(told) {
+            assert!(warned.contains(told) && warned.contains("has no effect"), "{warned}");
+        }
     }
-    // Nobody says how fast products are, or links.
-    for says in [LINKS, "", "flops: { fp32Tflops: 2, reached: 0.5 }\n"] {
-        let found = degrees(&job("", says).expect("a job"));
-        assert!(found.iter().all(|of| of.1 == 1 && !of.2), "{says}: {found:?}");
-    }
-    let asked = job("  parallelism: { overlapDegree: 4 }\n", "").expect("a job");
-    assert!(degrees(&asked).iter().all(|of| of.1 == 4 && of.2), "{:?}", degrees(&asked));
-    let one = job("  parallelism: { expert: 1, overlapDegree: 4 }\n", "").expect("a job");
-    assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
     let wrong = job("  parallelism: { overlapDegree: 8 }\n", "").expect_err("no such degree");
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
-}
-
-/// Processors try what the manifest leaves open, where that makes a difference. The planned way is
-/// the first one.
-#[test]
-fn the_first_steps_try_what_the_manifest_leaves_open() {
-    // By the ranks that share the experts: the first size, of one node, and the second one.
-    let tried = |job: &Job| -> [Vec<String>; 2] {
-        let (sizes, _) = sizes(job);
-        assert_eq!([sizes[0].layout.mesh.ep, sizes[1].layout.mesh.ep], [4, 8]);
-        for size in &sizes {
-            let planned = Way { exchange: size.exchange, chunks: size.overlap_degree };
-            assert!(size.ways.first().is_none_or(|first| *first == planned), "{size:?}");
-            assert!(size.ways.iter().all(|way| way.chunks <= size.overlap_degree), "{size:?}");
-        }
-        [0, 1].map(|at| sizes[at].ways.iter().map(Way::name).collect())
-    };
-    let with = |more: &str, links: &str| {
-        let mut job = job(more, links).expect("a job");
-        job.training.sequence_length = 4096;
-        tried(&job)
-    };
-    let says = |parallelism: &str| format!("  parallelism: {{ {parallelism} }}\n");
-    let none: [&str; 0] = [];
-    assert_eq!(with("", ""), [&none[..], &["flat", "hierarchical"]]);
-    assert_eq!(with(&says("exchange: flat"), ""), [none, none]);
-    let two = ["flatIn2Chunks", "hierarchicalIn2Chunks"];
-    assert_eq!(with(&says("overlapDegree: 2"), ""), [&none[..], &two]);
-    // A line and products that are worth several chunks between nodes.
-    let links = LINKS.replace("GBps: 10 }", "GBps: 1 }");
-    let links = format!("{links}flops: {{ fp32Tflops: 0.2, reached: 0.5 }}\n");
-    let [one_node, several] = with("", &links);
-    assert!(one_node.is_empty() || one_node.last().is_some_and(|way| way == "flat"));
-    assert_eq!(several.len(), 4, "{several:?}");
-    assert_eq!(several[2..].iter().filter(|way| way.contains("Chunks")).count(), 0, "{several:?}");
-    let [_, flat] = with(&says("exchange: flat"), &links);
-    assert!(flat.len() == 2 && flat[0].starts_with("flatIn") && flat[1] == "flat", "{flat:?}");
-    assert_eq!(with(&says("exchange: flat, overlapDegree: 4"), &links), [none, none]);
-    // Bits of GPUs depend on the way.
-    let (on_gpus, _) = sizes(&job_on_gpus("", "", 8));
-    assert!(on_gpus.iter().all(|size| size.ways.is_empty()));
-    let job = job("", "").expect("a job");
-    let text = outlook_text(&outlook(&job, None, &moejob_manifest::keys::Keys::default(), &[]));
-    let line = "the first steps try how tokens travel fastest: at once, in two stages\n";
-    assert!(text.contains(line), "{text}");
+    let wrong = job("  parallelism: { exchange: tree }\n", "").expect_err("no such way");
+    assert!(wrong.contains("spec.parallelism.exchange: found `tree`"), "{wrong}");
 }
 
 /// Of GPUs it takes one, and says what it expects of others: between nodes whose network is slow;
@@ -373,36 +298,6 @@ fn the_plan_tells_of_chunks_between_nodes_of_gpus() {
     let expected = "E0301 spec.parallelism.overlapDegree: found `4` chunks of 66 tokens on GPUs; \
                     allowed: 1, 2 or auto";
     assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
-}
-
-/// What is expected to be faster: one message for each rank costs much where ranks are many.
-#[test]
-fn the_plan_chooses_by_what_is_expected() {
-    let exchanges = |job: &Job| -> Vec<(u32, Exchange)> {
-        let (sizes, _) = sizes(job);
-        sizes.iter().map(|size| (size.layout.mesh.ep, size.exchange)).collect()
-    };
-    let auto = job("", LINKS).expect("a job");
-    let staged = |(_, exchange): &(u32, Exchange)| *exchange == Exchange::Hierarchical;
-    let found = exchanges(&auto);
-    assert_eq!(found[0], (4, Exchange::Flat), "one node");
-    assert_eq!(found[31], (128, Exchange::Hierarchical), "{found:?}");
-    for size in sizes(&auto).0 {
-        let (exchange, why) = choice(&auto, &size.layout);
-        assert_eq!((exchange, why.is_some()), (size.exchange, size.nodes > 1));
-    }
-    let outlook = outlook(&auto, None, &moejob_manifest::keys::Keys::default(), &[]);
-    let said = outlook_text(&outlook);
-    let line = "tokens travel in two stages, within nodes and between them: ";
-    assert!(said.contains(line) && said.contains(" ms a layer expected, else "), "{said}");
-    // Without figures, and where the job says so.
-    assert!(!exchanges(&job("", "").expect("a job")).iter().any(staged));
-    let flat = job("  parallelism: { exchange: flat }\n", LINKS).expect("a job");
-    assert!(!exchanges(&flat).iter().any(staged));
-    let forced = job("  parallelism: { exchange: hierarchical }\n", "").expect("a job");
-    assert_eq!(exchanges(&forced).iter().filter(|of| staged(of)).count(), 31);
-    let wrong = job("  parallelism: { exchange: tree }\n", "").expect_err("no such way");
-    assert!(wrong.contains("spec.parallelism.exchange: found `tree`"), "{wrong}");
 }
 
 /// A job of 128 experts on so many machines of four GPUs each.
@@ -487,7 +382,7 @@ fn windows_are_as_large_as_their_rails_need() {
     let (tokens, top_k) = (4 * 4096, u64::from(job.model.experts.per_token));
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
     let rows = [row; 2];
-    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8));
     let bytes = |rails| window_bytes(&job.model, &layout, &job.training, (rails, 1));
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [

@@ -322,7 +322,7 @@ fn steps_of_two_gpus_are_estimated_within_a_fifth() {
         let mut job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
         (job.profile.ranks, job.profile.devices) = (gpus, gpus);
         job.training.global_batch_size = gpus * micro_batch * rounds;
-        let layout = moejob_plan::placement::layout(&job, gpus, ep);
+        let layout = moejob_plan::placement::layout(gpus, ep);
         step_time(&job, &layout).expect("the profile says how fast it is").seconds * 1e3
     };
     let olmoe = "preset: olmoe-1b-7b";

@@ -1,7 +1,6 @@
 //! Experts in slices, as `moejob plan` counts them: up to as many ranks as there are slices, their
 //! rows, memory and what travels.
 
-use moejob_fabric::travel::reached;
 use moejob_manifest::Job;
 use moejob_manifest::keys::Keys;
 use moejob_offline::{outlook, text};
@@ -76,12 +75,12 @@ fn what_travels_and_lies_there_is_counted() {
             let found = memory.parts.iter().find(|part| part.name == name);
             found.map_or(0, |part| part.bytes)
         };
-        (part("weights"), part("exchange"), reached(&job.model, 8))
+        (part("weights"), part("exchange"))
     };
     let (whole, two) = (of(""), of(TWO));
-    assert_eq!(whole.0, two.0, "each holds as many numbers");
+    // Each holds as many numbers, of tensors that begin at a block.
+    assert!((whole.0..whole.0 * 6 / 5).contains(&two.0), "{two:?} {whole:?}");
     assert!(two.1 >= whole.1, "{two:?} {whole:?}");
-    assert!((whole.2 - 2.0).abs() < 1e-12 && two.2 >= whole.2, "{two:?} {whole:?}");
     // Between GPUs ids and weights of twice as many choices travel.
     let gpus = |more: &str| {
         let mut job = job("profile: gpu, devicesPerNode: 4", more);

@@ -39,7 +39,7 @@ fn near(found: Option<f64>, by_hand: f64) {
 #[test]
 fn tokens_of_a_node_travel_by_rings() {
     let job = job(NODE, "");
-    let all = expected(&job, &layout(&job, 8, 8));
+    let all = expected(&job, &layout(8, 8));
     let chunks = 2 * LAYERS * 7 * TOKENS;
     let dispatch = of(&all, Verb::Dispatch);
     assert_eq!(dispatch.bytes, chunks * (ROW + 2 * WORDS + ROW));
@@ -59,7 +59,7 @@ fn tokens_of_a_node_travel_by_rings() {
 fn what_is_computed_again_travels_again() {
     let bytes = |more: &str| {
         let job = job(NODE, more);
-        let all = expected(&job, &layout(&job, 8, 8));
+        let all = expected(&job, &layout(8, 8));
         [Verb::Dispatch, Verb::Combine].map(|verb| of(&all, verb).bytes)
     };
     let (plain, again) = (bytes(""), bytes(", recompute: full"));
@@ -74,7 +74,7 @@ fn what_is_computed_again_travels_again() {
 #[test]
 fn buckets_travel_once_a_step() {
     let two = job(NODE, "");
-    let all = expected(&two, &layout(&two, 8, 1));
+    let all = expected(&two, &layout(8, 1));
     let verbs: Vec<Verb> = all.iter().map(|of| of.verb).collect();
     assert_eq!(verbs, [Verb::ReduceScatter, Verb::AllGather]);
     assert!(all.iter().all(|of| of.beside), "{all:?}");
@@ -89,7 +89,7 @@ fn buckets_travel_once_a_step() {
     // With one each gradients are bf16.
     let mut one = two.clone();
     one.training.global_batch_size = 32;
-    let reduced = |job: &Job| of(&expected(job, &layout(job, 8, 1)), Verb::ReduceScatter).bytes;
+    let reduced = |job: &Job| of(&expected(job, &layout(8, 1)), Verb::ReduceScatter).bytes;
     let ratio = reduced(&two) as f64 / reduced(&one) as f64;
     assert!((1.99..2.0).contains(&ratio), "{ratio}");
 }
@@ -99,7 +99,7 @@ fn buckets_travel_once_a_step() {
 fn rails_send_to_the_other_node_once() {
     let mut job = job("profile: nd-h200-v5, min: 2, max: 2", "");
     job.exchange = Some(moejob_protocol::config::Exchange::Hierarchical);
-    let layout = layout(&job, 16, 16);
+    let layout = layout(16, 16);
     let rails = expected(&job, &layout);
     let rounds = LAYERS * TOKENS;
     let between = of(&rails, Verb::SendRecv);
@@ -117,11 +117,11 @@ fn rails_send_to_the_other_node_once() {
 #[test]
 fn nothing_is_said_of_what_nobody_knows() {
     let cpu = job("profile: cpu", "");
-    assert!(expected(&cpu, &layout(&cpu, 2, 1)).is_empty(), "processors");
+    assert!(expected(&cpu, &layout(2, 1)).is_empty(), "processors");
     let gpus = job(NODE, "");
-    assert!(expected(&gpus, &layout(&gpus, 1, 1)).is_empty(), "one rank");
+    assert!(expected(&gpus, &layout(1, 1)).is_empty(), "one rank");
     let custom = job("profile: custom, custom: { devices: 8, deviceMemory: 141Gi }", "");
-    let all = expected(&custom, &layout(&custom, 8, 8));
+    let all = expected(&custom, &layout(8, 8));
     assert_eq!(all.len(), 4);
     assert!(all.iter().all(|of| of.seconds.is_none() && of.bytes > 0), "{all:?}");
     assert_eq!(lines(&all)[0], "  dispatch       28.2 GiB");
@@ -133,14 +133,14 @@ fn exposed_parts_are_those_of_the_estimate() {
     let job = job(NODE, "");
     let time = |layout: &Layout| step_time(&job, layout).expect("the profile says how fast it is");
     for ep in [1, 8] {
-        let time = time(&layout(&job, 8, ep));
+        let time = time(&layout(8, ep));
         let exposed: f64 = time.communication.iter().filter_map(|of| of.exposed_seconds).sum();
         let expected = time.tokens_seconds + time.exposed_seconds;
         assert!((exposed - expected).abs() < 1e-9, "{time:?}");
         let all: f64 = time.communication.iter().filter_map(|of| of.seconds).sum();
         assert!((all - time.tokens_seconds - time.gradients_seconds).abs() < 1e-9, "{time:?}");
     }
-    let text = lines(&time(&layout(&job, 8, 8)).communication);
+    let text = lines(&time(&layout(8, 8)).communication);
     assert!(text[0].starts_with("  dispatch ") && text[0].ends_with(" ms exposed"), "{text:?}");
 }
 
@@ -149,7 +149,7 @@ fn exposed_parts_are_those_of_the_estimate() {
 fn a_large_gang_is_counted_at_once() {
     let mut job = job(NODE, "");
     job.training.global_batch_size = 4 * 4096;
-    let layout = layout(&job, 4096, 8);
+    let layout = layout(4096, 8);
     let began = std::time::Instant::now();
     assert_eq!(expected(&job, &layout).len(), 4);
     let took = began.elapsed();

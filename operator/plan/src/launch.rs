@@ -74,7 +74,6 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         ranks: job.profile.ranks,
         exchange: Exchange::Flat,
         overlap_degree: 1,
-        ways: Vec::new(),
         threads: 0,
     }
 }

@@ -6,7 +6,7 @@ use crate::repeat::Repeat;
 use crate::seats::Seats;
 use moejob_fabric::{FabricFacts, Rings};
 use moejob_manifest::job::Venue;
-use moejob_protocol::config::{Exchange, Member, Way, WorkerConfig};
+use moejob_protocol::config::{Exchange, Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
@@ -75,8 +75,6 @@ pub struct Size {
     pub exchange: Exchange,
     /// Chunks in which its tokens travel.
     pub overlap_degree: u32,
-    /// Between which its first steps choose, the planned one first; none: nothing is tried.
-    pub ways: Vec<Way>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

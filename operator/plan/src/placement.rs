@@ -2,7 +2,7 @@
 
 use crate::launch;
 use crate::observed::Size;
-use moejob_fabric::{overlap, travel, ways};
+use moejob_fabric::{overlap, travel};
 use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
 use moejob_manifest::devices::{divides, takes_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
@@ -40,8 +40,7 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
             Ok(layout) => {
                 let exchange = travel::choice(job, &layout).0;
                 let overlap_degree = overlap::choice(job, &layout).0;
-                let ways = ways::tried(job, &layout);
-                sizes.push(Size { nodes, layout, exchange, overlap_degree, ways });
+                sizes.push(Size { nodes, layout, exchange, overlap_degree });
             }
             Err(why) => skipped.push(Skipped { nodes, why }),
         }
@@ -58,13 +57,9 @@ pub fn least(job: &Job, extent: Extent, budget: &Budget) -> Option<u32> {
         .find(|nodes| placer.layout(*nodes).is_ok())
 }
 
-/// `dp` ranks, `ep` of which share the experts: on GPUs gradients are summed in buckets.
-pub fn layout(job: &Job, dp: u32, ep: u32) -> Layout {
-    let layout = Layout::contiguous(Mesh::data_parallel(dp, ep));
-    match job.training.compute.backend {
-        Backend::Cuda => layout.by_buckets(),
-        Backend::Cpu => layout,
-    }
+/// `dp` ranks, `ep` of which share the experts.
+pub fn layout(dp: u32, ep: u32) -> Layout {
+    Layout::contiguous(Mesh::data_parallel(dp, ep))
 }
 
 /// What a worker needs of its host's memory beside GPUs. Ranks own alike, but for the last blocks.
@@ -196,7 +191,7 @@ impl<'a> Placer<'a> {
     }
 
     fn fit(&self, dp: u32, ep: u32) -> Result<Layout, String> {
-        let layout = layout(self.job, dp, ep);
+        let layout = layout(dp, ep);
         let Some(limit) = self.job.profile.rank_memory else { return Ok(layout) };
         // Rank 0 has the longest runs of experts and of micro-batches.
         let needed = self.memory(&layout, 0).committed;
@@ -305,7 +300,7 @@ impl<'a> Placer<'a> {
         let routed =
             times(tokens, top_k * u64::from(mesh.ep) * held) / u64::from(slices.count).max(1);
         let worst = times(tokens, u64::from(mesh.ep) * top_k.min(held));
-        let types = Types::buckets(training, mesh.rounds(job.micro_batches()));
+        let types = Types::of(training, mesh.rounds(job.micro_batches()));
         let (state, offloaded) = match training.compute.offload {
             Offload::None => (owned * 12, Vec::new()),
             Offload::Host => (0, Self::offloaded(owned, &types)),

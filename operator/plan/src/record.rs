@@ -103,9 +103,6 @@ impl Record {
             let even = match placement {
                 Placement::Contiguous => true,
                 Placement::Ordered(layers) => layers.iter().all(|order| is_permutation(order)),
-                Placement::Explicit(layers) => {
-                    layers.iter().all(|ranks| ranks.len() == mesh.world() as usize)
-                }
             };
             mesh.is_valid() && u64::from(mesh.world()) <= cost::RANKS_MAX && even
         };

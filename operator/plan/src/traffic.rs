@@ -175,7 +175,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
 fn sums(job: &Job, layout: &Layout, machines: Option<Machines>) -> (Sum, Sum, bool) {
     let (model, mesh, zero) = (&job.model, layout.mesh, job.training.compute.zero);
     let rounds = job.micro_batches().div_ceil(mesh.dp);
-    let types = Types::buckets(&job.training, rounds);
+    let types = Types::of(&job.training, rounds);
     let (layers, tied) = (model.num_hidden_layers, model.tie_word_embeddings);
     let gathers = zero::gathers(layers, tied, job.training.recompute, rounds);
     let holders = Holders::new(model, layout);

@@ -153,7 +153,7 @@ fn what_no_machine_has_is_counted_and_fits_nowhere() {
         let job = read(nodes);
         let most = job.nodes.max * job.profile.ranks;
         for ep in [1, most] {
-            let memory = memory(&job, &layout(&job, most, ep), 0);
+            let memory = memory(&job, &layout(most, ep), 0);
             assert!(memory.balanced > 1 << 50, "{nodes}: {memory:?}");
             assert!(memory.balanced <= memory.committed && memory.committed <= memory.worst);
         }

@@ -132,7 +132,7 @@ fn a_job_of_thousands_of_ranks_and_experts_gets_a_limit() {
     let job = Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}"));
     let pod = pods::pod(&job, &around(), &birth());
     let resources = &pod["spec"]["containers"][0]["resources"];
-    let layout = placement::layout(&job, 4096, 256);
+    let layout = placement::layout(4096, 256);
     let worst = placement::memory(&job, &layout, 0).worst >> 20;
     let limit = resources["limits"]["memory"].as_str().and_then(|text| text.strip_suffix("Mi"));
     let limit = limit.and_then(|text| text.parse::<u64>().ok());

@@ -133,16 +133,15 @@ fn what_a_leader_of_before_does_not_understand_is_known() {
         EventKind::CheckpointRecovered,
         EventKind::DataDegraded,
         EventKind::DataRecovered,
-        EventKind::ExchangeChosen,
     ];
     let new: Vec<EventKind> = all
         .into_iter()
         .filter(|kind| !said.contains(serde_json::to_value(kind).expect("JSON").as_str().unwrap()))
         .collect();
     use EventKind::{CheckpointDegraded, CheckpointRecovered, EngineLost, EngineStarted};
-    use EventKind::{DataDegraded, DataRecovered, ExchangeChosen};
+    use EventKind::{DataDegraded, DataRecovered};
     let known = [EngineStarted, EngineLost, CheckpointDegraded, CheckpointRecovered];
-    assert_eq!(new, [&known[..], &[DataDegraded, DataRecovered, ExchangeChosen]].concat());
+    assert_eq!(new, [&known[..], &[DataDegraded, DataRecovered]].concat());
 }
 
 const NOW: u64 = 1_800_000_000_000;
@@ -337,8 +336,7 @@ fn a_gang_trains_on_under_the_other_release_and_back() {
 }
 
 /// A worker of before refuses a checkpoint whose hash it has not made itself, and that ends the
-/// job: a gang that is not of this release is told no hash. Nor is it told ways to try, a field
-/// that workers of before refuse.
+/// job: a gang that is not of this release is told no hash.
 #[test]
 fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
     for (survivors, told) in [("old:1", false), ("new:2", true)] {
@@ -364,9 +362,6 @@ fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
             .map(|config| !config.checkpoint.spec_hash.is_empty())
             .collect();
         assert_eq!(hashes, [told, told], "{survivors}");
-        let tries: Vec<bool> =
-            field.configured.iter().map(|config| !config.ways.is_empty()).collect();
-        assert_eq!(tries, [told, told], "{survivors}");
     }
 }
 

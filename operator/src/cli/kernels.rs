@@ -133,7 +133,7 @@ fn steps_of(preset: &str, precision: &str) -> Result<Vec<StepKernels>, String> {
             // Such as experts over more ranks than it has.
             Err(_) => continue,
         };
-        let layout = placement::layout(&job, of.expert_parallel, of.expert_parallel);
+        let layout = placement::layout(of.expert_parallel, of.expert_parallel);
         let step = step_kernels(&job.model, &layout, &job.training);
         match all.iter_mut().find(|other| other.is_alike(&step)) {
             Some(other) => other.join(step),

@@ -276,7 +276,6 @@ impl Gang {
             expert_imbalance: 1.0,
             routing: Default::default(),
             communication: None,
-            way: None,
             device: None,
             validation_loss: None,
             time: super::nodes::now(),

@@ -4,12 +4,9 @@
 
 mod plan;
 
-/// All of a rank's device memory. Parameters and gradients lie in `state` and `gradients` where
-/// those are summed by a tree, else in `buckets`.
+/// All of a rank's device memory.
 #[derive(Clone, Debug)]
 pub struct Buffers<B> {
-    pub state: State<B>,
-    pub gradients: Gradients<B>,
     pub buckets: Vec<Bucket<B>>,
     pub whole: Whole<B>,
     pub numbers: Numbers<B>,
@@ -37,16 +34,6 @@ pub struct LayerCache<B> {
     pub values: B,
     /// u32 [K]: the last token's experts, where a router holds on to them.
     pub chosen: B,
-}
-
-/// What outlives a step. Parameters lie as `Flats` says.
-#[derive(Clone, Debug)]
-pub struct State<B> {
-    pub dense: B,
-    pub experts: B,
-    /// Exponential moving averages of the owned runs.
-    pub moment1: B,
-    pub moment2: B,
 }
 
 /// A bucket of parameters with all that belongs to them. Weights and gradients are those of the
@@ -79,28 +66,17 @@ pub struct Whole<B> {
     pub sums: Vec<B>,
 }
 
-/// Stacks of partial gradients: each entry is as large as what it is the gradient of.
-#[derive(Clone, Debug)]
-pub struct Gradients<B> {
-    pub dense: Vec<B>,
-    /// `[source][entry]`
-    pub experts: Vec<Vec<B>>,
-    /// What other holders send for owned runs.
-    pub inbox: B,
-}
-
 /// The numbers of a step, f64 (`moejob_kernels::numbers`).
 #[derive(Clone, Debug)]
 pub struct Numbers<B> {
     /// What the step is told.
     pub params: B,
-    /// The parts of all ranks side by side, the own one among them. Where gradients are summed in
-    /// buckets: [M, 5], the records of a step's micro-batches, 0 for those of other ranks.
+    /// [M, 5]: the records of a step's micro-batches, 0 for those of other ranks.
     pub parts: B,
     /// [5]: the record of the micro-batch that is computed, and the sum of a step's.
     pub record: B,
     pub records: B,
-    /// What all parts come to.
+    /// Numbers of the step, which are summed over ranks.
     pub reduced: B,
     /// A pair, on processors: the sum of squares of what is owned, then of all gradients.
     pub squares: Option<B>,
@@ -159,8 +135,7 @@ pub struct Layer<B> {
     /// part of `Spread::x`.
     pub norm2: B,
     pub rstd2: B,
-    pub moe: Option<Moe<B>>,
-    /// The mixture layer as one op, in place of `moe`.
+    /// The mixture layer, where it is one.
     pub fused: Option<Fused<B>>,
     /// The dense part, or the shared experts.
     pub dense: Option<Gated<B>>,
@@ -269,54 +244,6 @@ pub struct Router<B> {
     pub gate: Option<Gate<B>>,
 }
 
-#[derive(Clone, Debug)]
-pub struct Moe<B> {
-    pub router: Router<B>,
-    /// Ids u32 [T, K r] and weights [T, K r] of slices, where experts are cut into some. Every
-    /// buffer below is of slices.
-    pub slices: Option<[B; 2]>,
-    /// u32 [E + 1], [T * K], [T, K]: where the own tokens' slots lie, by (rank, expert, token).
-    pub offsets: B,
-    pub rows: B,
-    pub pos: B,
-    /// The rows that this rank computes: u32 [G * S + 1] of each chunk, [R], and floats [R].
-    pub segments: B,
-    pub row_index: B,
-    pub row_weights: B,
-    /// With expert parallelism; else the tokens are `norm2`, and stay where they are.
-    pub routes: Option<Routes<B>>,
-    /// [R, 2 F], [R, F]
-    pub h: B,
-    pub a: B,
-}
-
-impl<B: Copy> Moe<B> {
-    /// Ids and weights of what is computed: of slices where there are some.
-    pub fn choices(&self) -> [B; 2] {
-        self.slices.unwrap_or([self.router.ids, self.router.weights])
-    }
-}
-
-/// How rows travel between the ranks of an expert group: `P` ranks, `S` of them with tokens. What
-/// says where some start is there once for each chunk.
-#[derive(Clone, Debug)]
-pub struct Routes<B> {
-    /// u32 [E], [E], [E], [P + 1], the same in every round: the position that computes each expert,
-    /// which of this rank's it is, its place by (position, expert), the first place of a position.
-    pub owner: B,
-    pub local: B,
-    pub order: B,
-    pub first: B,
-    /// [U, D]: the tokens that arrive, and u32 [P + 1]: where those of each source start.
-    pub tokens: B,
-    pub arrived: B,
-    /// u32 [T, K] and [P + 1]: own tokens that leave, and where those for each rank start.
-    pub leaving: B,
-    pub departures: B,
-    /// u32 [P + 1]: where what each rank computed starts among the rows that are back.
-    pub returns: B,
-}
-
 /// What a gate keeps from forward to backward.
 #[derive(Clone, Debug)]
 pub struct Gate<B> {
@@ -371,7 +298,6 @@ pub struct Scratch<B> {
     /// Before their norm.
     pub dq_raw: Option<B>,
     pub dk_raw: Option<B>,
-    pub moe: Option<MoeScratch<B>>,
     /// Where a router is no part of the op that computes experts.
     pub router: Option<RouterScratch<B>>,
     pub dense: Option<Gated<B>>,
@@ -390,31 +316,13 @@ pub const BLOCK_WORDS: u64 = 8;
 /// Elements of a stage.
 pub const STAGE_ELEMENTS: u64 = 1 << 24;
 
-#[derive(Clone, Debug)]
-pub struct MoeScratch<B> {
-    /// u32 [E]: counts of `Place`, which `Route` already knows; of slices.
-    pub counts: B,
-    /// u32 [T, K]: experts by where they are computed; only for uneven placements.
-    pub ids: B,
-    /// [T, K r]: of slices, where experts are cut into some.
-    pub slice_dweights: Option<B>,
-    /// [R, D]: outputs of the experts, and gradients of their inputs.
-    pub y: B,
-    /// [R]
-    pub ds: B,
-    /// [R, 2 F], [R, F]
-    pub dh: B,
-    pub a_scaled: B,
-    pub travel: Option<Travel<B>>,
-}
-
 /// Gradients of a router that every layer writes anew.
 #[derive(Clone, Debug)]
 pub struct RouterScratch<B> {
     /// [T, E], [T, K]
     pub dlogits: B,
     pub dweights: B,
-    pub gate: Option<GateScratch<B>>,
+    pub gate: GateScratch<B>,
 }
 
 /// Memory of gates that every layer uses anew.
@@ -429,33 +337,4 @@ pub struct GateScratch<B> {
     pub dstats: B,
     /// [T, P], [T, P], [E, P]
     pub cosine: Option<[B; 3]>,
-}
-
-/// Rows on their way between ranks of an expert group.
-#[derive(Clone, Debug)]
-pub struct Travel<B> {
-    /// u32 [ep, T, K], [ep, T, K]: choices and weights of all tokens of the expert group.
-    pub all_ids: B,
-    pub all_weights: B,
-    /// u32 [R]: the slot of each row among all choices.
-    pub slots: B,
-    /// [T * K, D]: own tokens in the order in which they leave.
-    pub leaving: B,
-    /// [U, D]: gradients of arrived tokens.
-    pub dy: B,
-    /// [T * K, D], [T * K]: rows that came back.
-    pub returned: B,
-    pub ds: B,
-    /// Where a micro-batch travels in several chunks.
-    pub order: Option<Order<B>>,
-}
-
-/// The rows of all chunks by (expert here, source, token), as the weight gradients sum them.
-#[derive(Clone, Debug)]
-pub struct Order<B> {
-    /// u32 [G * S + 1]
-    pub offsets: B,
-    /// u32 [R], [R]: where each row lies, and the arrived token that it is.
-    pub rows: B,
-    pub tokens: B,
 }

@@ -6,7 +6,22 @@ use crate::zero::Zero;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-pub use crate::ways::{Exchange, Way};
+/// How rows travel between the GPUs of an expert group. Sums are made in another order by each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Exchange {
+    /// Each rank sends a message to each other one.
+    #[default]
+    Flat,
+    /// First between workers and then within them, and back in the other order ([`crate::rails`]).
+    Hierarchical,
+}
+
+impl Exchange {
+    pub fn is_flat(&self) -> bool {
+        *self == Exchange::Flat
+    }
+}
 
 /// Everything a worker needs for one attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -38,14 +53,8 @@ pub struct WorkerConfig {
     #[serde(default, skip_serializing_if = "Exchange::is_flat")]
     pub exchange: Exchange,
     /// Chunks of a micro-batch's tokens, of which some travel while experts compute another one.
-    /// Between processors no bit depends on it.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub overlap_degree: u32,
-    /// Between which the first steps choose, on processors: the planned one first, which is that of
-    /// the two fields above and has the most chunks. Workers of releases before do not know the
-    /// field, so it is told only where there is something to try.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub ways: Vec<Way>,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }

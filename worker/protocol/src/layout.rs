@@ -5,12 +5,12 @@
 //! ranks of its slots for an expert). Among the holders each block of 4,096 elements has one
 //! **owner**, which reduces its gradient, keeps its moments, updates it and writes it to the
 //! checkpoint. Ownership is a function of the layout alone, so nobody ever sends a table of it.
-//! What is divided among the holders is either each tensor or each bucket (`Division`).
+//! What is divided among the holders is each bucket ([`crate::owners`]).
 
 use crate::mesh::{Mesh, split};
 use crate::model::{ModelConfig, Param, Role};
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
 
 /// Elements of a block: the unit of ownership, of statistics and of checkpoint pieces.
 pub const BLOCK: u64 = 4096;
@@ -25,46 +25,37 @@ pub enum Placement {
     /// Each expert group holds every expert once: contiguous runs over ep, that differ by at most
     /// one, of this order of them. `[layer] -> experts`, one row per MoE layer, each a permutation.
     Ordered(Vec<Vec<u32>>),
-    /// `[layer][rank] -> experts`, ascending; uneven and repeated allowed. One row per MoE layer.
-    Explicit(Vec<Vec<Vec<u32>>>),
 }
 
-/// What is cut into runs of blocks, one for each holder.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Division {
-    /// Each tensor by itself: gradients are summed by a tree.
-    #[default]
-    Tensors,
-    /// Each bucket, in equal chunks: gradients are summed in buckets.
-    Buckets,
-}
-
-impl Division {
-    fn is_default(&self) -> bool {
-        *self == Division::default()
-    }
-}
-
-/// A mesh, a placement and a division: everything ownership depends on beside the model.
+/// A mesh and a placement: everything ownership depends on beside the model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase", from = "Written")]
 pub struct Layout {
     pub mesh: Mesh,
     pub placement: Placement,
-    #[serde(default, skip_serializing_if = "Division::is_default")]
-    pub division: Division,
+}
+
+/// A layout in a checkpoint. Those of GPUs say `division` where they were written before
+/// November 2026: processors divided tensors then, and now all divide buckets.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Written {
+    mesh: Mesh,
+    placement: Placement,
+    #[serde(default)]
+    #[allow(dead_code, reason = "it is read, and says nothing")]
+    division: IgnoredAny,
+}
+
+impl From<Written> for Layout {
+    fn from(Written { mesh, placement, .. }: Written) -> Layout {
+        Layout { mesh, placement }
+    }
 }
 
 impl Layout {
     pub fn contiguous(mesh: Mesh) -> Layout {
-        Layout { mesh, placement: Placement::Contiguous, division: Division::Tensors }
-    }
-
-    /// The same with buckets divided among their holders.
-    #[must_use]
-    pub fn by_buckets(self) -> Layout {
-        Layout { division: Division::Buckets, ..self }
+        Layout { mesh, placement: Placement::Contiguous }
     }
 
     /// Experts of `layer` that `rank` holds, or slices of them, ascending.
@@ -82,7 +73,6 @@ impl Layout {
                 held.sort_unstable();
                 held
             }
-            Placement::Explicit(slots) => slots[mixture_row(model, layer)][rank as usize].clone(),
         }
     }
 
@@ -119,31 +109,6 @@ impl Layout {
         }
     }
 
-    /// The blocks of `param` that `rank` owns where tensors are divided; `index` is its position in
-    /// the table. Small tensors rotate over the holders, so that no rank owns all of them.
-    /// [`crate::owners::Owners`] knows both divisions.
-    pub fn owned(&self, model: &ModelConfig, index: usize, param: &Param, rank: u32) -> Range<u64> {
-        let holders = self.holders(model, param);
-        match holders.iter().position(|holder| *holder == rank) {
-            Some(position) => owned_of(param, index, holders.len(), position),
-            None => 0..0,
-        }
-    }
-
-    /// `(owner, blocks)` of `param` for each holder, ascending by holder, where tensors are
-    /// divided.
-    pub fn owners(
-        &self,
-        model: &ModelConfig,
-        index: usize,
-        param: &Param,
-    ) -> Vec<(u32, Range<u64>)> {
-        let holders = self.holders(model, param);
-        let count = holders.len();
-        let blocks = |position| owned_of(param, index, count, position);
-        holders.into_iter().enumerate().map(|(position, rank)| (rank, blocks(position))).collect()
-    }
-
     /// The rank that keeps the second copy of `rank`'s snapshot: the next one on another node.
     pub fn buddy(&self, rank: u32, node_of_rank: &[u32]) -> Option<u32> {
         let world = self.mesh.world();
@@ -156,26 +121,4 @@ impl Layout {
 /// Which of the MoE layers `layer` is.
 pub(crate) fn mixture_row(model: &ModelConfig, layer: u32) -> usize {
     (0..layer).filter(|layer| model.is_moe_layer(*layer)).count()
-}
-
-fn owned_of(param: &Param, index: usize, holders: usize, position: usize) -> Range<u64> {
-    owned_blocks(param.numel(), index, holders, position)
-}
-
-/// The blocks that the holder at `position` of `holders` owns of the parameter at `index`.
-pub(crate) fn owned_blocks(
-    numel: u64,
-    index: usize,
-    holders: usize,
-    position: usize,
-) -> Range<u64> {
-    let blocks = numel.div_ceil(BLOCK) as u32;
-    let turn = (position + holders - index % holders) % holders;
-    let run = split(blocks, holders as u32, turn as u32);
-    u64::from(run.start)..u64::from(run.end)
-}
-
-/// The elements of a run of blocks of a tensor of `numel` elements.
-pub fn elements(blocks: &Range<u64>, numel: u64) -> Range<u64> {
-    (blocks.start * BLOCK).min(numel)..(blocks.end * BLOCK).min(numel)
 }

@@ -5,29 +5,23 @@
 //! ModelConfig --params()--> Param table (logical names, shapes)          model
 //! ModelConfig --slices()--> what is computed of its experts, and Cut: where that lies   slices
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
-//! Layout { Mesh, Placement } --owned()--> which blocks of which tensor    layout
-//! Layout --Holders, Owners, Buckets--> the same for a whole table, once      owners, buckets
-//! Stages { nodes of a group } --within(), between()--> who sends what to whom       stages
-//! Rails { nodes x places of a group } --> the same of GPUs, whose rows lie where      rails
+//! Layout { Mesh, Placement } --Holders, Owners, Buckets--> whose each element is  layout, owners,
+//!                                                                         buckets
+//! Rails { nodes x places of a group } --> who sends what to whom, whose rows lie where    rails
 //! Wire x kind of activations --Formats--> what rows that travel consist of              formats
 //! Zero x passes of a round --Turns--> which dense buckets are whole, where and when         zero
-//! Holders --Shares--> what each rank owns of all of it                      shares
-//! micro-batch blocks --subtrees()--> the one reduction tree of a step     tree
-//! Exchange x chunks --> the ways in which tokens travel                              ways
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
 //!                                                                         pair, links
 //! CheckpointManifest                                                      checkpoint
 //! what cannot be changed of a job --> the hashes that tie checkpoints to it    canonical
 //! model x training x ranks that share experts --> sizes that kernels refuse   kernel_sizes
-//! model x layout --> contributions, flat memory, buffers, bytes  reduction, buffers, memory,
-//!                                                                         workspace
+//! model x layout --> buffers, bytes                               buffers, memory, workspace
 //! ```
 //!
 //! No I/O, no clock, no async: a value in, a value out. Anything that two processes must
 //! compute alike lives here and nowhere else.
 
 pub mod mesh;
-pub mod tree;
 pub mod model;
 pub mod slices;
 pub mod flops;
@@ -37,9 +31,6 @@ pub mod by_load;
 pub mod rows;
 pub mod owners;
 pub mod buckets;
-pub mod reduction;
-pub mod shares;
-pub mod stages;
 pub mod rails;
 pub mod formats;
 pub mod zero;
@@ -47,7 +38,6 @@ pub mod memory;
 pub mod kernel_sizes;
 pub mod workspace;
 pub mod buffers;
-pub mod ways;
 pub mod config;
 pub mod preflight;
 pub mod pair;

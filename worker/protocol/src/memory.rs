@@ -23,15 +23,11 @@ use crate::config::{
     TrainingConfig,
 };
 use crate::formats::Formats;
-use crate::layout::{Division, Layout, Placement};
-use crate::mesh::Mesh;
+use crate::layout::{Layout, Placement};
 use crate::model::{AuxLossScope, ModelConfig};
-use crate::owners::{Holders, Owners};
+use crate::owners::Holders;
 use crate::rails::Rails;
 use crate::rows::{RowCounts, row_counts};
-use crate::reduction::Flats;
-use crate::shares::{Own, Shares, Standing};
-use crate::tree::depth_max;
 
 /// The memory of one rank in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,16 +96,7 @@ pub enum Masters {
     Separate,
 }
 
-/// How gradients are summed over micro-batches and ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sums {
-    /// Leaves of one tree: the same bits for every number of ranks.
-    Tree,
-    /// Added to buckets, micro-batch by micro-batch.
-    Buckets,
-}
-
-/// What everything is of and how it is summed: a function of precision and backend.
+/// What everything is of and how it is summed: a function of the training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Types {
     /// Activations and matrices.
@@ -122,8 +109,7 @@ pub struct Types {
     pub moment: Kind,
     /// Of matrices; of vectors as they are.
     pub gradient: Kind,
-    pub sums: Sums,
-    /// In buckets gradients of micro-batches are added up in fp64, over a step and over ranks,
+    /// Gradients of micro-batches are added up in fp64, over a step and over ranks,
     /// those of fp64 in pairs. Then their order changes no bit, and neither does the number of
     /// ranks. The gradient of a tied table is added up so from two products a micro-batch: that of
     /// the head and that of the embedding, which different ranks may compute.
@@ -147,42 +133,20 @@ impl Precision {
 impl Types {
     /// `micro_batches` of one rank in a step.
     pub fn of(training: &TrainingConfig, micro_batches: u32) -> Types {
-        match training.compute.backend {
-            Backend::Cpu => Types::tree(training.precision),
-            Backend::Cuda => Types::buckets(training, micro_batches),
-        }
-    }
-
-    fn tree(precision: Precision) -> Types {
-        let float = if precision == Precision::Fp64 { Kind::F64 } else { Kind::F32 };
-        Types::whole(float, Sums::Tree)
-    }
-
-    /// One kind for all floats.
-    fn whole(float: Kind, sums: Sums) -> Types {
-        let masters = Masters::Weights;
-        Types {
+        let whole = |float| Types {
             element: float,
             statistic: float,
             vector: float,
-            masters,
+            masters: Masters::Weights,
             moment: float,
             gradient: float,
-            sums,
-            exact: false,
+            exact: true,
             scaled: false,
-        }
-    }
-
-    /// Of a job whose gradients are summed in buckets.
-    pub fn buckets(training: &TrainingConfig, micro_batches: u32) -> Types {
-        let whole = Types::whole(Kind::F32, Sums::Buckets);
+        };
         let element = training.precision.element();
         let masters = match training.precision {
             Precision::Fp32 | Precision::Tf32 => Masters::Weights,
-            Precision::Fp64 => {
-                return Types { exact: true, ..Types::whole(element, Sums::Buckets) };
-            }
+            Precision::Fp64 => return whole(element),
             Precision::Bf16 => Masters::LowBits,
             Precision::Fp16 => Masters::Separate,
         };
@@ -197,7 +161,7 @@ impl Types {
         };
         let scaled = element == Kind::F16;
         let exact = training.precision == Precision::Fp32;
-        Types { element, masters, moment, gradient, exact, scaled, ..whole }
+        Types { element, masters, moment, gradient, exact, scaled, ..whole(Kind::F32) }
     }
 
     /// What gradients that are of `kind` are added up in.
@@ -225,8 +189,6 @@ pub enum Rows {
     Fixed(u64),
     /// A row per (token, expert) that this rank computes.
     Routed,
-    /// A row per distinct token that arrives at this rank.
-    Arrived,
 }
 
 /// Lays out buffers: for a device, or to count them.
@@ -260,9 +222,6 @@ pub const STATISTICS: u64 = 5;
 pub struct NumberCounts {
     /// Mixture layers x `E`.
     pub loads: u64,
-    /// Of each rank's part: its micro-batches' records | its counts | loads and dropped | its owned
-    /// blocks' sums of squares.
-    pub parts: Vec<u64>,
     /// Single numbers | loads and dropped | a count a parameter.
     pub reduced: u64,
 }
@@ -290,22 +249,9 @@ pub struct Shape {
     pub chunks: u64,
     /// As what these tokens travel.
     pub formats: Formats,
-    pub flats: Flats,
-    /// What every rank owns where tensors are divided.
-    pub shares: Shares,
-    /// Most stack entries of this rank's dense gradients.
-    pub dense_depth: usize,
-    /// The same for the expert gradients of each source, in ep order.
-    pub expert_depths: Vec<usize>,
-    /// Elements that peers send of the owned gradients.
-    pub inbox: u64,
-    /// Blocks of the largest owned run.
-    pub blocks_max: u64,
-    /// All owned blocks.
-    pub blocks: u64,
     pub numbers: NumberCounts,
     pub recompute: Recompute,
-    /// Where gradients are summed in buckets: those that the rank holds.
+    /// Those that the rank holds.
     pub buckets: Vec<BucketShape>,
     /// Parts of a micro-batch whose balance is a loss of its own.
     pub segments: u64,
@@ -338,12 +284,7 @@ impl Shape {
     ) -> Shape {
         let micro_batches = training.global_batch_size / training.micro_batch_size;
         // The same on every rank, since what they sum must be of one kind.
-        let own = layout.mesh.rounds(micro_batches);
-        let types = match layout.division {
-            Division::Tensors => Types::of(training, own),
-            // Also on processors, which then compute as GPUs do: for tests of that.
-            Division::Buckets => Types::buckets(training, own),
-        };
+        let types = Types::of(training, layout.mesh.rounds(micro_batches));
         Shape::with_types(model, layout, rank, training, types)
     }
 
@@ -355,15 +296,11 @@ impl Shape {
         training: &TrainingConfig,
         types: Types,
     ) -> Shape {
-        let mesh = &layout.mesh;
         let micro_batches = training.global_batch_size / training.micro_batch_size;
-        let depth = |rank| depth_max(mesh.micro_batches(rank, micro_batches));
+        let mesh = &layout.mesh;
         let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
         let group = mesh.expert_group(rank);
         let holders = Holders::new(model, layout);
-        let shares = Shares::new(model, &holders);
-        let standing = Standing::new(&holders, *mesh, rank, micro_batches);
-        let Own { flats, inbox, blocks_max, .. } = Own::new(model, standing);
         let (balanced, worst) = row_counts(model, layout, rank, tokens);
         Shape {
             batch: training.micro_batch_size.into(),
@@ -377,19 +314,9 @@ impl Shape {
             rails: None,
             chunks: 1,
             formats: training.compute.formats(types.element, model.slices().slots),
-            flats,
-            dense_depth: depth(rank),
-            expert_depths: group.iter().map(|source| depth(*source)).collect(),
-            inbox,
-            blocks_max,
-            blocks: shares.blocks[rank as usize],
-            numbers: NumberCounts::new(model, mesh, &shares, micro_batches),
+            numbers: NumberCounts::new(model),
             recompute: training.recompute,
-            buckets: match types.sums {
-                Sums::Tree => Vec::new(),
-                Sums::Buckets => shapes::of(model, &holders, rank, training.compute.zero),
-            },
-            shares,
+            buckets: shapes::of(model, &holders, rank, training.compute.zero),
             segments: match model.router.aux_loss_scope {
                 AuxLossScope::Sequence => training.micro_batch_size.into(),
                 _ => 1,
@@ -398,8 +325,7 @@ impl Shape {
             trains: true,
             on_cpu: training.compute.backend == Backend::Cpu,
             offloads: training.compute.offload == Offload::Host
-                && training.compute.backend == Backend::Cuda
-                && types.sums == Sums::Buckets,
+                && training.compute.backend == Backend::Cuda,
             cached: 0,
             documents: true,
             masked: false,
@@ -414,14 +340,12 @@ impl Shape {
     /// The same in so many chunks, where tokens are sent to experts of others.
     ///
     /// # Panics
-    /// Experts are computed in one op, and its tokens are no whole number for each chunk: a
-    /// manifest that says so is refused.
+    /// Tokens are no whole number for each chunk: a manifest that says so is refused.
     #[must_use]
     pub fn in_chunks(self, model: &ModelConfig, training: &TrainingConfig, degree: u32) -> Shape {
         let (ranks, tokens) = (self.expert_parallel, self.tokens);
         let chunks = if ranks > 1 { degree.max(1).into() } else { 1 };
-        let whole = self.types.sums == Sums::Tree || tokens.is_multiple_of(chunks);
-        assert!(whole, "{tokens} tokens in {chunks} chunks");
+        assert!(tokens.is_multiple_of(chunks), "{tokens} tokens in {chunks} chunks");
         let workspace = workspace(model, training, &self.types, tokens, [ranks, chunks]);
         Shape { chunks, workspace, ..self }
     }
@@ -435,16 +359,13 @@ impl Shape {
     /// Through windows, tokens and what becomes of them are read where they lie: they travel as
     /// they are, and nobody else carries them on.
     pub fn reads_in_place(&self) -> bool {
-        let on_gpus = self.types.sums == Sums::Buckets && !self.on_cpu;
-        on_gpus && self.rails.is_none() && !self.formats.packs()
+        !self.on_cpu && self.rails.is_none() && !self.formats.packs()
     }
 
     /// What is needed to compute with weights alone: no gradients, no moments, no masters.
     pub fn measuring(mut self) -> Shape {
         (self.trains, self.offloads) = (false, false);
-        self.flats.owned.len = 0;
         self.buckets.iter_mut().for_each(BucketShape::measuring);
-        (self.dense_depth, self.expert_depths, self.inbox) = (0, vec![0], 0);
         self
     }
 
@@ -455,13 +376,10 @@ impl Shape {
 }
 
 impl NumberCounts {
-    fn new(model: &ModelConfig, mesh: &Mesh, shares: &Shares, micro_batches: u32) -> NumberCounts {
+    fn new(model: &ModelConfig) -> NumberCounts {
         let layers = (0..model.num_hidden_layers).filter(|layer| model.is_moe_layer(*layer));
         let loads = layers.count() as u64 * u64::from(model.experts.count);
-        let records = |rank| RECORD_NUMBERS * mesh.micro_batches(rank, micro_batches).len() as u64;
-        let of_rank = |(rank, blocks)| records(rank) + TALLY_NUMBERS + 2 * loads + blocks;
-        let parts = (0..).zip(shares.blocks.iter().copied()).map(of_rank).collect();
-        NumberCounts { loads, parts, reduced: SINGLE_NUMBERS + 2 * loads + shares.params }
+        NumberCounts { loads, reduced: SINGLE_NUMBERS + 2 * loads + model.rows() }
     }
 }
 

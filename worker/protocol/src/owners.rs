@@ -4,7 +4,7 @@
 //! experts is asked for every rank, so its answers are kept here: by layer and expert.
 
 use crate::buckets::Buckets;
-use crate::layout::{Division, Layout, Placement, elements, mixture_row, owned_blocks};
+use crate::layout::{Layout, Placement, mixture_row};
 use crate::mesh::split;
 use crate::model::{ModelConfig, Param, Role};
 use crate::zero::{Turn, Zero};
@@ -50,7 +50,6 @@ impl Holders {
                     }
                     row
                 }
-                Placement::Explicit(_) => sets.explicit(model, layout, layer),
             };
             let known = rows.iter().position(|known| *known == row);
             layers.push(Some(known.unwrap_or(rows.len())));
@@ -127,16 +126,6 @@ impl Interned {
         }
         row
     }
-
-    fn explicit(&mut self, model: &ModelConfig, layout: &Layout, layer: u32) -> Vec<usize> {
-        let mut holders = vec![Vec::new(); model.slices().count as usize];
-        for rank in 0..layout.mesh.world() {
-            for expert in layout.experts(model, layer, rank) {
-                holders[expert as usize].push(rank);
-            }
-        }
-        holders.into_iter().map(|set| self.intern(set)).collect()
-    }
 }
 
 /// The rank that owns each element: its gradient's sum, its moments, its update, its bytes in a
@@ -144,8 +133,7 @@ impl Interned {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owners {
     holders: Holders,
-    /// Where buckets are divided.
-    buckets: Option<Buckets>,
+    buckets: Buckets,
     /// Which of them have weights with all their holders.
     zero: Zero,
 }
@@ -154,8 +142,7 @@ impl Owners {
     /// Among those that hold a parameter when the attempt begins.
     pub fn new(model: &ModelConfig, layout: &Layout) -> Owners {
         let holders = Holders::new(model, layout);
-        let by_bucket = layout.division == Division::Buckets;
-        let buckets = by_bucket.then(|| Buckets::new(model, &model.params(), &holders));
+        let buckets = Buckets::new(model, &model.params(), &holders);
         Owners { holders, buckets, zero: Zero::default() }
     }
 
@@ -168,8 +155,7 @@ impl Owners {
     /// Whether every holder of the parameter at `index` has all of its weights, and not its owners
     /// alone what they own.
     pub fn is_whole(&self, index: usize) -> bool {
-        let Some(buckets) = &self.buckets else { return true };
-        let bucket = &buckets.buckets[buckets.of(index)];
+        let bucket = &self.buckets.buckets[self.buckets.of(index)];
         !self.zero.divides_weights() || Turn::of(bucket.kind, bucket.holders.len()).is_none()
     }
 
@@ -194,27 +180,23 @@ impl Owners {
         index: usize,
         param: &Param,
     ) -> impl Iterator<Item = (u32, Range<u64>)> + '_ {
-        let (holders, numel) = (self.holders.of(param), param.numel());
-        let run = move |at| self.run(index, numel, holders, at);
+        let holders = self.holders.of(param);
+        let run = move |at| self.run(index, at);
         let runs = (0..holders.len()).map(move |at| (holders[at], run(at)));
         runs.filter(|(_, run)| !run.is_empty())
     }
 
     /// The elements of the parameter at `index` that `rank` owns.
     pub fn of(&self, index: usize, param: &Param, rank: u32) -> Range<u64> {
-        let (holders, numel) = (self.holders.of(param), param.numel());
-        match holders.binary_search(&rank) {
-            Ok(at) => self.run(index, numel, holders, at),
+        match self.holders.of(param).binary_search(&rank) {
+            Ok(at) => self.run(index, at),
             Err(_) => 0..0,
         }
     }
 
-    /// What the holder at `at` owns of `numel` elements.
-    fn run(&self, index: usize, numel: u64, holders: &[u32], at: usize) -> Range<u64> {
-        let Some(buckets) = &self.buckets else {
-            return elements(&owned_blocks(numel, index, holders.len(), at), numel);
-        };
-        let bucket = &buckets.buckets[buckets.of(index)];
+    /// What the holder at `at` owns of the parameter at `index`.
+    fn run(&self, index: usize, at: usize) -> Range<u64> {
+        let bucket = &self.buckets.buckets[self.buckets.of(index)];
         let span = bucket.span(index).expect("a parameter lies in its bucket");
         let within = |place: u64| place.saturating_sub(span.start).min(span.len);
         let chunk = at as u64 * bucket.chunk_len()..(at as u64 + 1) * bucket.chunk_len();

@@ -1,7 +1,6 @@
 //! Lines that people and tools read: `metrics.jsonl` and `events.jsonl`.
 
 use crate::communication::CommunicationReport;
-use crate::ways::Way;
 use serde::{Deserialize, Serialize};
 
 /// One line of `metrics.jsonl`; a replayed step is a new line with a higher attempt.
@@ -34,9 +33,6 @@ pub struct StepReport {
     pub expert_imbalance: f64,
     #[serde(flatten, default)]
     pub routing: RoutingReport,
-    /// In which way tokens travelled, where the attempt chooses between several.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub way: Option<Way>,
     /// Of a GPU; absent on processors.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub device: Option<DeviceReport>,
@@ -241,9 +237,6 @@ pub enum EventKind {
     EngineLost,
     AttemptStarted,
     Resumed,
-    /// The first steps have found out in which `way` tokens are to travel: the median of a step in
-    /// each of them, such as `flatSeconds`.
-    ExchangeChosen,
     /// The storage has claims of an earlier job of this folder; `claimed` is the highest attempt.
     AttemptsClaimed,
     CheckpointCommitted,

@@ -10,7 +10,7 @@
 //! number when it has made them, and that is what a worker reserves.
 
 use crate::config::TrainingConfig;
-use crate::memory::{Sums, Types};
+use crate::memory::Types;
 use crate::model::ModelConfig;
 
 /// Tokens of a head's chunk are a multiple of this.
@@ -28,9 +28,6 @@ pub fn bytes(
 ) -> u64 {
     let gpu = training.compute.backend == crate::config::Backend::Cuda;
     let head = head_bytes(tokens, model.vocab_size.into(), types.element.bytes(), gpu);
-    if types.sums == Sums::Tree {
-        return head;
-    }
     head.max(attention(model, tokens)).max(mixture(model, routed, types))
 }
 

@@ -1,14 +1,12 @@
 //! Holders, owners and buckets of whole tables.
 
 use moejob_protocol::buckets::{self, BucketKind, Buckets};
-use moejob_protocol::layout::{BLOCK, Layout, Placement, elements};
+use moejob_protocol::layout::{BLOCK, Layout, Placement};
 use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm, RouterConfig};
 use moejob_protocol::owners::{Holders, Owners};
-use moejob_protocol::reduction::contribution;
-use moejob_protocol::shares::{Shares, Standing};
 
 /// Three layers, the first dense; D 48, so that matrices end within blocks.
 fn model(tied: bool) -> ModelConfig {
@@ -43,98 +41,22 @@ fn model(tied: bool) -> ModelConfig {
 
 fn layouts() -> Vec<Layout> {
     let even = |dp, ep| Layout::contiguous(Mesh::data_parallel(dp, ep));
-    let first = vec![vec![0, 1, 2], vec![3], vec![0, 3], vec![1, 2, 3]];
-    let second = vec![vec![0], vec![1, 2, 3], vec![0, 1], vec![2, 3]];
-    let placement = Placement::Explicit(vec![first, second]);
-    let uneven = Layout { placement, ..even(4, 2) };
     let ordered = |dp, ep| {
         let placement = Placement::Ordered(vec![vec![2, 0, 3, 1], vec![3, 1, 2, 0]]);
         Layout { placement, ..even(dp, ep) }
     };
-    vec![even(1, 1), even(4, 2), even(6, 3), even(8, 4), uneven, ordered(4, 2), ordered(6, 3)]
+    vec![even(1, 1), even(4, 2), even(6, 3), even(8, 4), ordered(4, 2), ordered(6, 3)]
 }
 
 #[test]
 fn tables_say_what_layouts_say() {
     let model = model(true);
     for layout in layouts() {
-        let (holders, owners) = (Holders::new(&model, &layout), Owners::new(&model, &layout));
-        for (index, param) in model.params().iter().enumerate() {
-            assert_eq!(holders.of(param), layout.holders(&model, param), "{}", param.name);
-            let mut all = 0;
-            for rank in 0..layout.mesh.world() {
-                let run = elements(&layout.owned(&model, index, param, rank), param.numel());
-                let own = owners.of(index, param, rank);
-                assert!(own == run || own.is_empty() && run.is_empty(), "{}", param.name);
-                assert_eq!(holders.holds(param, rank), holders.of(param).contains(&rank));
-            }
-            for (rank, run) in owners.runs(index, param) {
-                assert_eq!(run, owners.of(index, param, rank), "{}", param.name);
-                all += run.end - run.start;
-            }
-            assert_eq!(all, param.numel(), "{}", param.name);
-        }
-    }
-}
-
-/// Experts of more layers and sizes than those above, so that tensors end anywhere in their blocks
-/// and places rotate by more than all holders.
-fn models() -> Vec<ModelConfig> {
-    let mut models = vec![model(true), model(false)];
-    for (layers, hidden, experts, dense) in
-        [(7, 80, 6, vec![2, 5]), (5, 160, 7, vec![]), (1, 336, 12, vec![0]), (9, 16, 1, vec![8])]
-    {
-        let mut model = model(layers % 2 == 0);
-        (model.num_hidden_layers, model.hidden_size) = (layers, hidden);
-        (model.experts.count, model.dense_layers) = (experts, dense);
-        model.router.bias = experts > 6;
-        models.push(model);
-    }
-    models
-}
-
-/// Sums by kinds of parameters are those of asking each rank for each parameter.
-#[test]
-fn shares_are_the_sums_of_what_layouts_say() {
-    let micro_batches = 37;
-    let even = [(1, 1), (2, 1), (3, 3), (5, 1), (12, 4), (14, 7), (24, 12), (30, 6), (36, 2)];
-    let even = even.map(|(dp, ep)| Layout::contiguous(Mesh::data_parallel(dp, ep)));
-    let uneven = layouts().pop().into_iter().map(|layout| (model(true), layout));
-    let even = models().into_iter().flat_map(|model| {
-        let layouts = even.clone().into_iter();
-        layouts.map(move |layout| (model.clone(), layout)).collect::<Vec<_>>()
-    });
-    for (model, layout) in even.chain(uneven) {
         let holders = Holders::new(&model, &layout);
-        let params = model.params();
-        let world = layout.mesh.world();
-        let (mut blocks, mut sums) = (vec![0; world as usize], vec![0; world as usize]);
-        for (index, param) in params.iter().enumerate() {
-            for (rank, owned) in layout.owners(&model, index, param) {
-                let run = elements(&owned, param.numel());
-                blocks[rank as usize] += owned.end - owned.start;
-                sums[rank as usize] += run.end - run.start;
-            }
-        }
-        let shares = Shares::new(&model, &holders);
-        let params_count = params.len() as u64;
-        assert_eq!(shares, Shares { blocks, elements: sums, params: params_count }, "{layout:?}");
-        for rank in 0..world {
-            let mut standing = Standing::new(&holders, layout.mesh, rank, micro_batches);
-            for param in &params {
-                let held = layout.holders(&model, param);
-                let position = held.iter().position(|holder| *holder == rank);
-                let expected = position.map(|position| (position, held.len()));
-                assert_eq!(standing.position(param.role), expected, "{}", param.name);
-                if position.is_none() {
-                    continue;
-                }
-                let nodes = |other: &u32| {
-                    contribution(&model, &layout, param, *other, micro_batches).len() as u64
-                };
-                let others = held.iter().filter(|other| **other != rank);
-                let expected: u64 = others.map(nodes).sum();
-                assert_eq!(standing.sent(param.role), expected, "{} of {rank}", param.name);
+        for param in &model.params() {
+            assert_eq!(holders.of(param), layout.holders(&model, param), "{}", param.name);
+            for rank in 0..layout.mesh.world() {
+                assert_eq!(holders.holds(param, rank), holders.of(param).contains(&rank));
             }
         }
     }
@@ -152,7 +74,7 @@ fn counted_buckets_are_the_buckets() {
         "schedule": { "constant": { "warmup_steps": 0 } },
     }))
     .expect("a training");
-    let layouts: Vec<Layout> = layouts().into_iter().map(Layout::by_buckets).collect();
+    let layouts: Vec<Layout> = layouts();
     for (model, layout) in layouts.iter().map(|layout| (model(false), layout)) {
         let buckets = Buckets::new(&model, &model.params(), &Holders::new(&model, layout));
         for rank in 0..layout.mesh.world() {
@@ -165,11 +87,11 @@ fn counted_buckets_are_the_buckets() {
     }
 }
 
-/// Where buckets are divided, the owner of an element is that of its place in its bucket's chunks.
+/// The owner of an element is that of its place in its bucket's chunks.
 #[test]
 fn owners_of_buckets_are_those_of_their_chunks() {
     let model = model(true);
-    for layout in layouts().into_iter().map(Layout::by_buckets) {
+    for layout in layouts() {
         let (params, owners) = (model.params(), Owners::new(&model, &layout));
         let buckets = Buckets::new(&model, &params, owners.holders());
         for (index, param) in params.iter().enumerate() {
@@ -277,4 +199,18 @@ fn experts_lie_at_one_stride() {
             }
         }
     }
+}
+
+/// Checkpoints of GPUs said once what was divided.
+#[test]
+fn layouts_of_before_are_read() {
+    let layout = &layouts()[1];
+    let mut written = serde_json::to_value(layout).expect("JSON");
+    for division in ["buckets", "tensors"] {
+        written["division"] = division.into();
+        let read: Layout = serde_json::from_value(written.clone()).expect("a layout");
+        assert_eq!(read, *layout);
+    }
+    written["more"] = 1.into();
+    assert!(serde_json::from_value::<Layout>(written).is_err(), "nothing else is ignored");
 }

@@ -12,7 +12,6 @@ mod snapshots;
 mod courier;
 mod telling;
 mod turns;
-mod ways;
 mod resume;
 mod together;
 mod products;

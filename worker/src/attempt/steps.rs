@@ -19,7 +19,6 @@ use crate::gang::step_end::{self, StepEnd};
 use crate::attempt::turns::{Due, Schedule, Turns, Wanted};
 use crate::attempt::stop::{Stop, fail};
 use crate::gang::comm::CommError;
-use crate::attempt::ways::Trying;
 use crate::attempt::api::{AttemptEnd, Control, TrainerEvent, Wait};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::config::Resume;
@@ -58,8 +57,6 @@ pub(crate) struct Run<'a> {
     pub courier: Courier,
     /// One step is begun before the numbers of the one before it are known.
     pub ahead: bool,
-    /// Which way tokens travel, where the first steps find that out.
-    pub trying: Option<Trying>,
     /// When state is copied to memory, where that is not every so many steps.
     pub pace: Option<Pace>,
     /// Makes the slots of the next snapshot.
@@ -153,14 +150,12 @@ impl Run<'_> {
             let heard = if self.ahead { Some(self.hear_within(longest)?) } else { None };
             let mut rounds = Rounds { feeder, control: self.control, abort: &abort };
             while let Some(step) = turns.begin() {
-                self.begin(step, &mut rounds)?;
+                self.engine.begin(step, &mut rounds)?;
             }
             let summary = self.finish_step(&mut rounds)?;
             if self.sums.as_ref().is_some_and(Sums::are_made) {
                 self.compare()?;
             }
-            let again = self.engine.take_again();
-            self.trying.iter_mut().for_each(|trying| trying.over(again));
             let wanted = heard.map_or_else(|| self.hear(), Ok)?;
             let due = turns.end(wanted);
             // Behind the last step a peer may have left already, and nobody needs its copy.
@@ -269,7 +264,6 @@ impl Run<'_> {
             stop_after_this_step: self.asked.stop_after_this_step,
             snapshot_now: first && due,
             held: self.held,
-            took: self.trying.as_mut().and_then(Trying::say),
             ..StepEnd::default()
         };
         self.saves.fill(&mut end);
@@ -285,10 +279,6 @@ impl Run<'_> {
             self.memory.confirm(self.config.attempt, held);
         }
         self.travels.take_if(|step| held >= Some(*step));
-        let times = ends.iter().map(|end| end.took);
-        if let Some(chosen) = self.trying.as_mut().and_then(|trying| trying.hear(times)) {
-            self.tell_chosen(&chosen);
-        }
         let news = self.saves.take_in(&ends).map_err(|end| match end {
             Ends::Fenced(by) => Stop::Fenced(by),
             Ends::NotFinite(message) => fail(1, &message, DIVERGED),
@@ -316,7 +306,6 @@ impl Run<'_> {
         if due == Due::default() {
             return Ok(());
         }
-        self.trying.iter_mut().for_each(Trying::disturb);
         assert!(self.engine.is_settled(), "what is kept is the state of one step");
         self.compare()?;
         let last = self.step >= self.config.training.steps;

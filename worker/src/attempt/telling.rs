@@ -6,7 +6,6 @@ use crate::attempt::records::{event, now};
 use crate::attempt::saves::News;
 use crate::attempt::steps::Run;
 use crate::attempt::stop::Stop;
-use crate::attempt::ways::Trying;
 use crate::data::{DocumentOverlap, Doubled, Feeder, Overlaps};
 use crate::engine::step::StepSummary;
 use crate::engine::validate::Validation;
@@ -89,7 +88,6 @@ impl Run<'_> {
             attempt: self.config.attempt,
             expert_imbalance: summary.expert_imbalance,
             routing,
-            way: self.trying.as_ref().map(Trying::way),
             communication: self.engine.take_communication(),
             device: gauge.map(|gauge| gauge.report(&self.engine.model.device, tokens_per_second)),
             validation_loss: validation.map(|validation| validation.loss),

@@ -27,7 +27,6 @@ use crate::attempt::start::{Passage, Start, fault_of};
 use crate::attempt::stop::{Stop, no_thread, not_left, not_opened};
 use crate::attempt::together::Verifiers;
 use crate::attempt::saves::{Flush, News, Patience, Saves, pending_max};
-use crate::attempt::ways::Table;
 use crate::state::slots::Memory;
 use crate::engine::step::Engine;
 use crate::engine::trace::{STEPS_SKIPPED, Trace};
@@ -57,8 +56,6 @@ pub struct Trainer {
     pub(super) shown: Shown,
     /// What its GPU chose in the attempt before, for the next one.
     products: Option<String>,
-    /// Which ways to exchange were the fastest.
-    pub(super) ways: Table,
     pub(super) disk: Disk,
     pub(super) patience: Patience,
     /// See [`Engine::spoil`].
@@ -102,10 +99,10 @@ impl Trainer {
     /// An engine in a process of its own, whose worker writes its checkpoints.
     pub fn with_desk(memory: Memory, desk: checkpoint::Desk) -> Trainer {
         let (disk, patience, spoiled) = (Disk::real(), Patience::default(), Vec::new());
-        let (corpus, batches, products, ways) = (None, None, None, Table::default());
+        let (corpus, batches, products) = (None, None, None);
         let shown = Shown::default();
         Trainer {
-            memory, desk, corpus, batches, shown, products, ways, disk, patience, spoiled,
+            memory, desk, corpus, batches, shown, products, disk, patience, spoiled,
             ahead: false, late: false, trained: false, unwritten: Unwritten::default(),
         }
     }
@@ -279,7 +276,6 @@ impl Trainer {
             Saving::new(every, config.resume.step(), bytes, Instant::now())
         });
         let saves = self.saves(config, rank, state, records.as_ref());
-        let trying = self.ways.agree(config, engine.links.comm())?;
         let ahead = self.ahead || engine.runs_ahead();
         let ferry = engine.links.comm().take_ferry().expect("nobody else takes it");
         let mut run = Run {
@@ -301,7 +297,6 @@ impl Trainer {
             courier: Courier::new(ferry),
             slow_told: false,
             ahead,
-            trying,
             pace,
             preparing: None,
             over: Over::default(),
@@ -325,7 +320,6 @@ impl Trainer {
         run.over.tell();
         tracing::debug!("steps are over");
         self.products = products::of(&run.engine.model);
-        self.ways.keep(config, run.trying.as_ref());
         match &ended {
             Ok(_) => run.saves.finish(WRITER_END_MAX.min(self.patience.stop)),
             // What was given to the writer is written all the same, and counts for the next

@@ -85,7 +85,7 @@ impl Model {
     pub(crate) fn routed_room(&self) -> usize {
         match (&self.growing, &self.device) {
             (None, Device::Cuda(_)) => self.shape.worst.routed as usize,
-            _ => self.group.room().rows.div_ceil(self.shape.chunks as usize),
+            _ => self.group.room().div_ceil(self.shape.chunks as usize),
         }
     }
 }
@@ -103,7 +103,7 @@ impl Engine {
             return Ok(false);
         }
         if let Some(growing) = growing {
-            let rows = group.room().rows;
+            let rows = group.room();
             let grown = device.commit(&growing.pieces(shape, rows));
             grown.map_err(|error| device_error(error.of_gpu(), chain(&error), 1))?;
             tracing::info!("routed rows found no memory; there is some for {rows} a layer now");
@@ -118,7 +118,6 @@ impl ArenaPlanner<'_> {
         let rows = match rows {
             Rows::Fixed(rows) => rows,
             Rows::Routed => self.shape.worst.routed,
-            Rows::Arrived => self.shape.worst.arrived,
         };
         (rows * width) as usize
     }

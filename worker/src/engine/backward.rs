@@ -3,23 +3,19 @@
 use crate::engine::beside;
 use crate::engine::buckets::Last;
 use crate::engine::forward::{Pass, rows};
-use crate::engine::handles::{
-    Dense, DenseLayer, ExpertStacks, Experts, GatedWeights, Linear,
-};
-use crate::engine::moe::activation;
+use crate::engine::fused::activation;
+use crate::engine::handles::{Dense, DenseLayer, ExpertStacks, GatedWeights, Linear};
 use moejob_kernels::{
     AddUp, AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
     Layout as Order, Matmul, NormRopeBackward, RmsNormBackward, StepPhase,
 };
 
-/// Where a round's gradients go: one leaf of each stack, or the buckets.
+/// Where a round's gradients go.
 #[derive(Clone, Debug)]
 pub struct Leaf<'a> {
     /// None for a rank without a micro-batch.
     pub dense: Option<&'a Dense>,
-    /// `[source of the round][layer]`
-    pub experts: Vec<&'a [Experts]>,
-    /// `[layer]`, where the mixture layer is one op
+    /// `[layer]`; none of layers without experts
     pub stacks: &'a [Option<ExpertStacks>],
     /// Added to what is there, else written: of what each rank computes for its own tokens.
     pub accumulate: bool,
@@ -124,8 +120,8 @@ impl Pass<'_> {
     /// From the gradient of the layer's output to that of `mid`, both in `scratch.dx`.
     fn feed_forward_backward(&mut self, layer: usize, leaf: &Leaf) {
         let moe = self.model.config.is_moe_layer(layer as u32);
-        if moe && !self.fused_backward(layer, leaf) {
-            self.moe_backward(layer, leaf);
+        if moe {
+            self.fused_backward(layer, leaf);
         }
         self.mark("mixture'", Some(layer));
         self.claim_layer(layer);

@@ -33,8 +33,6 @@ pub struct BucketSums {
     places: Places,
     dense: Dense,
     stacks: Vec<Option<ExpertStacks>>,
-    /// The sum of the last norm's gain.
-    norm: Buffer,
     /// An own micro-batch of this step is in the buckets, and tokens of anybody in those of
     /// experts.
     begun: bool,
@@ -48,12 +46,11 @@ pub struct BucketSums {
 }
 
 impl BucketSums {
-    pub(crate) fn new(model: &Model, places: &Places) -> BucketSums {
+    pub fn new(model: &Model) -> BucketSums {
+        let places = &model.places;
         let memory = &model.buffers.buckets;
         let find = |index| places.gradient_in(&model.buffers, index);
-        let sum = |index| places.gradient(memory, index).or_else(|| find(index));
         BucketSums {
-            norm: Dense::new(&model.config, &model.params, &sum).norm,
             dense: Dense::new(&model.config, &model.params, &find),
             stacks: places.stacks(model.config.num_hidden_layers, memory, summed),
             places: places.clone(),
@@ -65,10 +62,10 @@ impl BucketSums {
         }
     }
 
-    pub(crate) fn leaf(&self, round: &Round) -> Leaf<'_> {
+    /// Where the gradients of a round go.
+    pub fn leaf(&self, round: &Round) -> Leaf<'_> {
         Leaf {
             dense: (round.tokens > 0).then_some(&self.dense),
-            experts: Vec::new(),
             stacks: &self.stacks,
             accumulate: self.begun && !self.exact,
             accumulate_matrices: self.begun && !self.takes_turns && !self.exact,
@@ -82,27 +79,29 @@ impl BucketSums {
     /// The same in a step's last round, where buckets travel as soon as they are complete.
     pub(crate) fn last_leaf(&self, round: &Round) -> Leaf<'_> {
         let own = self.begun || round.tokens > 0;
-        let experts = self.begun_experts || !round.sources.is_empty();
+        let experts = self.begun_experts || round.present > 0;
         let leaf = (round.tokens > 0).then_some(self.begun);
         Leaf { last: Some(Last { sums: self, own, experts, leaf }), ..self.leaf(round) }
     }
 
-    pub(crate) fn clear(&mut self) {
+    /// Forgets everything: a new step begins.
+    pub fn clear(&mut self) {
         (self.begun, self.begun_experts) = (false, false);
     }
 
-    pub(crate) fn push(&mut self, round: &Round, model: &mut Model) {
+    /// Takes in the gradients of the round that was just computed.
+    pub fn push(&mut self, round: &Round, model: &mut Model) {
         if round.tokens > 0 {
             let convoys = 0..self.places.convoy_count();
             convoys.for_each(|convoy| self.take_in(convoy, self.begun, model));
         }
         self.begun |= round.tokens > 0;
-        self.begun_experts |= !round.sources.is_empty();
+        self.begun_experts |= round.present > 0;
     }
 
     /// The sum over its holders of each chunk that this rank owns. A rank that computed nothing
     /// gives zeros.
-    pub(crate) fn reduce(&self, model: &mut Model, links: &mut Links) {
+    pub fn reduce(&self, model: &mut Model, links: &mut Links) {
         for convoy in 0..self.places.convoy_count() {
             self.fill_unwritten(convoy, self.begun, self.begun_experts, model);
         }
@@ -141,9 +140,14 @@ impl BucketSums {
         }
     }
 
-    /// Makes a gradient no finite number.
+    /// Makes an owned gradient no finite number.
     pub(crate) fn spoil(&self, model: &mut Model) {
-        let (value, x) = (f64::NAN, self.norm.slice(0, 1));
+        let buckets = self.places.buckets.iter().enumerate();
+        let mut owned =
+            buckets.filter_map(|(at, bucket)| Some((at, bucket.owned(model.rank).next()?)));
+        let Some((at, run)) = owned.next() else { return };
+        let own = self.places.own_of(at, summed(&model.buffers.buckets[at]));
+        let (value, x) = (f64::NAN, own.slice(run.start as usize, 1));
         model.device.await_marks();
         match x.dtype() {
             DType::F64 => model.device.write(x, &[value]),
@@ -153,7 +157,7 @@ impl BucketSums {
     }
 
     /// Squared norm and counts of what is not finite, of what is owned, into the step's numbers.
-    pub(crate) fn measure(&self, model: &mut Model) {
+    pub fn measure(&self, model: &mut Model) {
         let (numbers, layout) = (model.buffers.numbers.clone(), model.numbers.layout());
         // In the order in which they were reduced: the last ones travel meanwhile.
         for convoy in (0..self.places.convoy_count()).rev() {
@@ -181,7 +185,7 @@ impl BucketSums {
 
     /// Updates what is owned as was decided, or nothing. Where links work beside, new weights leave
     /// at once, a convoy beside the update of the next.
-    pub(crate) fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
+    pub fn update(&self, model: &mut Model, links: &mut Links, config: &AdamWConfig) {
         // Nothing of the weights is under way from the last step.
         model.device.await_marks();
         model.forget_whole();
@@ -220,7 +224,7 @@ impl BucketSums {
     }
 
     /// All weights to all of their holders, where they have not left already.
-    pub(crate) fn spread(&self, model: &mut Model, links: &mut Links) {
+    pub fn spread(&self, model: &mut Model, links: &mut Links) {
         if !links.work_beside() {
             let weights = self.places.weights(None, &model.buffers.buckets);
             links.all_gather(&mut model.device, &weights);
@@ -242,7 +246,7 @@ pub struct Last<'a> {
 impl Last<'_> {
     /// Nothing writes to the gradients of `convoy` any more in this step: their sums over ranks
     /// begin beside what follows.
-    pub(crate) fn reduce(&self, convoy: usize, model: &mut Model, links: &mut Links) {
+    pub fn reduce(&self, convoy: usize, model: &mut Model, links: &mut Links) {
         let places = &self.sums.places;
         if let Some(adds) = self.leaf {
             self.sums.take_in(convoy, adds, model);

@@ -2,7 +2,6 @@
 //! has failed, never in one that has not.
 
 use crate::data::Batches;
-use crate::engine::chunks::Chunk;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
@@ -69,15 +68,6 @@ impl Model {
             if self.first_bad(b.mid.slice(0, t * d)).is_some() {
                 return Some(format!("the attention of layer {layer}"));
             }
-            if let Some(moe) = b.moe {
-                let logits = moe.router.logits.slice(0, t * self.expert_count());
-                if self.first_bad(logits).is_some() {
-                    return Some(format!("the router of layer {layer}"));
-                }
-                if let Some(expert) = self.broken_expert(layer, round) {
-                    return Some(format!("expert {expert} of layer {layer}"));
-                }
-            }
             if let Some(fused) = b.fused {
                 if self.first_bad(fused.router.logits).is_some() {
                     return Some(format!("the router of layer {layer}"));
@@ -102,25 +92,6 @@ impl Model {
             }
         }
         Some("the logits".to_string())
-    }
-
-    /// The first expert computed here with a hidden row that is not finite.
-    fn broken_expert(&self, layer: usize, round: &Round) -> Option<u32> {
-        let width = self.slices().width;
-        let held = self.layout.experts(&self.config, layer as u32, self.rank);
-        let of_chunk = |chunk: &Chunk| {
-            let (rows, moe) = (self.routed_rows(layer, chunk), &chunk.moe);
-            let offsets: Vec<u32> = self.device.read_vec(rows.offsets);
-            let count = offsets.last().map_or(0, |end| *end as usize);
-            let hidden = [(moe.h, 2 * width), (moe.a, width)];
-            let row = hidden.into_iter().find_map(|(hidden, width)| {
-                Some(self.first_bad(hidden.slice(0, count * width))? / width)
-            })?;
-            let end = |g: usize| offsets.get((g + 1) * rows.sources).map_or(0, |end| *end as usize);
-            let found = held.iter().enumerate().find(|(g, _)| row < end(*g));
-            found.map(|(_, slice)| slice / self.slices().each as u32)
-        };
-        self.chunks(layer, round).iter().find_map(of_chunk)
     }
 
     fn first_bad(&self, buffer: Buffer) -> Option<usize> {

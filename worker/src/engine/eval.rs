@@ -174,10 +174,6 @@ impl Measurer {
         documents: bool,
     ) -> (Shape, Layout) {
         let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let layout = match self {
-            Measurer::Processors { .. } => layout,
-            Measurer::Gpu { .. } => layout.by_buckets(),
-        };
         let shape = Shape::new(config, &layout, 0, training).measuring();
         (Shape { documents, ..shape }, layout)
     }

@@ -5,10 +5,10 @@
 
 use crate::engine::backward::{Later, Leaf};
 use crate::engine::beside;
+use crate::engine::fused::activation;
 use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
 use crate::engine::links::Links;
 use crate::engine::model::Model;
-use crate::engine::moe::activation;
 use crate::engine::round::{Aim, Round};
 use moejob_kernels::{
     AddBias, Attention, Buffer, Clamp, Embed, GatedMul, HeadGradient, HeadLoss,
@@ -17,7 +17,7 @@ use moejob_kernels::{
 use moejob_protocol::buffers::Gated;
 use moejob_protocol::model::QkNorm;
 
-/// One call is one round: a micro-batch here and one on each peer of the expert group (`moe.rs`);
+/// One call is one round: a micro-batch here and one on each peer of the expert group (`spread.rs`);
 /// a rank without one has `tokens == 0`.
 pub struct Pass<'a> {
     pub(crate) model: &'a mut Model,
@@ -95,7 +95,7 @@ impl<'a> Pass<'a> {
         }
         let head = self.model.buffers.head.clone();
         let numbers = match self.round.aim {
-            Aim::Record(at) => self.model.loss_numbers(at),
+            Aim::Record => self.model.loss_numbers(),
             _ => {
                 self.model.device.fill_zero(head.measured);
                 head.measured
@@ -275,9 +275,7 @@ impl<'a> Pass<'a> {
         self.model.device.await_mark(beside::convoy_at(layer), StepPhase::Forward);
         let out = self.model.layer_input(layer + 1).slice(0, t * d);
         if self.model.config.is_moe_layer(layer as u32) {
-            if !self.fused_forward(layer, out) {
-                self.moe_forward(layer, out);
-            }
+            self.fused_forward(layer, out);
             self.mark("mixture", Some(layer));
         } else if t > 0 {
             self.model.device.copy(self.model.buffers.layers[layer].mid.slice(0, t * d), out);

@@ -23,6 +23,14 @@ use moejob_kernels::{
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
 
+pub(crate) fn activation(name: Activation) -> moejob_kernels::Activation {
+    match name {
+        Activation::Silu => moejob_kernels::Activation::Silu,
+        Activation::Relu => moejob_kernels::Activation::Relu,
+        Activation::Gelu => moejob_kernels::Activation::Gelu,
+    }
+}
+
 /// The layer of `tokens` in `segments`, whose losses count `router_scale` times.
 pub(crate) fn describe(
     model: &ModelConfig,
@@ -124,29 +132,26 @@ fn saved(fused: &Fused<Buffer>, t: usize, [e, k]: [usize; 2]) -> Saved {
 }
 
 impl Pass<'_> {
-    /// out = mid + the layer; false: this model has its layers in parts.
-    pub(crate) fn fused_forward(&mut self, layer: usize, out: Buffer) -> bool {
+    /// out = mid + the layer
+    pub(crate) fn fused_forward(&mut self, layer: usize, out: Buffer) {
         let t = self.round.tokens;
-        let Some(desc) = self.model.layer_of(t) else { return false };
-        let recorded = matches!(self.round.aim, Aim::Record(_)) && !self.again;
+        let Some(desc) = self.model.layer_of(t) else { return };
+        let recorded = self.round.aim == Aim::Record && !self.again;
         let counted = recorded && !self.model.shape.on_cpu;
-        let Some(tensors) = self.model.moe_tensors(layer, t, counted) else { return false };
+        let Some(tensors) = self.model.moe_tensors(layer, t, counted) else { return };
         let own = (t > 0).then_some(tensors);
         if self.model.here.is_some() {
-            self.spread_forward(layer, own, out);
-            return true;
+            return self.spread_forward(layer, own, out);
         }
-        let Some(tensors) = own else { return true };
+        let Some(tensors) = own else { return };
         if self.model.plain {
             self.model.device.moe_forward(&MoeForward { desc, tensors, out });
-            self.record_choices(layer, t);
-            return true;
+            return self.record_choices(layer, t);
         }
         self.choose(layer, &desc, &tensors);
         self.place_all(&desc, &tensors);
         let (desc, each) = (of_experts(&desc), false);
         self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each });
-        true
     }
 
     /// The experts of each own token, and what is recorded of that.
@@ -185,21 +190,20 @@ impl Pass<'_> {
     }
 
     /// dnorm = the gradient of the layer's output, `scratch.dx`, through experts and router.
-    pub(crate) fn fused_backward(&mut self, layer: usize, leaf: &Leaf) -> bool {
+    pub(crate) fn fused_backward(&mut self, layer: usize, leaf: &Leaf) {
         let t = self.round.tokens;
-        let Some(desc) = self.model.layer_of(t) else { return false };
-        let Some(tensors) = self.model.moe_tensors(layer, t, false) else { return false };
+        let Some(desc) = self.model.layer_of(t) else { return };
+        let Some(tensors) = self.model.moe_tensors(layer, t, false) else { return };
         let own = (t > 0).then_some(tensors);
         if t > 0 && !self.model.plain {
             self.drop_input(layer, t);
         }
         if self.model.here.is_some() {
-            self.spread_backward(layer, own, leaf);
-            return true;
+            return self.spread_backward(layer, own, leaf);
         }
-        let Some(tensors) = own else { return true };
+        let Some(tensors) = own else { return };
         let (Some(dense), Some(Some(stacks))) = (leaf.dense, leaf.stacks.get(layer)) else {
-            return false;
+            return;
         };
         let router = dense.layers[layer].router.unwrap_or(tensors.weights.router);
         let gradients = Gradients {
@@ -219,8 +223,10 @@ impl Pass<'_> {
         let scratch = &self.model.buffers.scratch;
         let (dout, dx) = (scratch.dx.slice(0, size), scratch.dnorm.slice(0, size));
         if self.model.plain {
-            self.model.device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
-            return true;
+            return self
+                .model
+                .device
+                .moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
         }
         let ds = self.model.router_scratch().dweights.slice(0, desc.slots());
         let (desc, each, up_later) = (of_experts(&desc), false, false);
@@ -235,7 +241,6 @@ impl Pass<'_> {
             up_later,
         });
         self.gate_backward(layer, t, &dense.layers[layer], ds);
-        true
     }
 }
 

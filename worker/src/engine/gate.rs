@@ -16,10 +16,12 @@ use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
     BalanceLoss, BalanceLosses, Buffer, Choice, Gate, GateBackward, Layout as Order, Load,
-    LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups,
+    LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups, Scoring,
 };
 use moejob_protocol::buffers::{GateScratch, Router, RouterScratch};
-use moejob_protocol::model::{AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind};
+use moejob_protocol::model::{
+    AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind, Scoring as ScoringName,
+};
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,10 +57,8 @@ impl Model {
 
     /// What the router of a mixture layer keeps.
     pub(crate) fn router(&self, layer: usize) -> Router<Buffer> {
-        let layer = &self.buffers.layers[layer];
-        let in_parts = layer.moe.as_ref().map(|moe| &moe.router);
-        let router = in_parts.or(layer.fused.as_ref().map(|fused| &fused.router));
-        router.cloned().expect("a mixture layer")
+        let fused = self.buffers.layers[layer].fused.as_ref();
+        fused.map(|fused| fused.router.clone()).expect("a mixture layer")
     }
 
     pub(crate) fn router_scratch(&self) -> RouterScratch<Buffer> {
@@ -66,7 +66,7 @@ impl Model {
     }
 
     pub(crate) fn gate_scratch(&self) -> GateScratch<Buffer> {
-        self.router_scratch().gate.expect("a router with a gate has its memory")
+        self.router_scratch().gate
     }
 
     /// Where the experts and the router read the layer's tokens, [T, D]. What dropout leaves is
@@ -84,7 +84,7 @@ impl Model {
     }
 
     pub(crate) fn gate_buffer_jittered(&self, t: usize) -> Option<Buffer> {
-        let scratch = self.buffers.scratch.router.as_ref()?.gate.as_ref()?;
+        let scratch = &self.buffers.scratch.router.as_ref()?.gate;
         Some(scratch.jittered?.slice(0, t * self.dim()))
     }
 
@@ -115,7 +115,7 @@ impl Model {
             top_k: k,
             segments,
             choice: self.choice(layer, t),
-            scoring: crate::engine::moe::scoring(config.scoring),
+            scoring: scoring(config.scoring),
             norm_topk: config.norm_topk_prob,
             scale: config.scale,
             groups: (config.groups > 1).then_some(groups),
@@ -382,5 +382,12 @@ fn balance_loss(name: BalanceName) -> BalanceLoss {
         BalanceName::CvSquared => BalanceLoss::CvSquared,
         BalanceName::Kl => BalanceLoss::Kl,
         BalanceName::None => BalanceLoss::None,
+    }
+}
+
+fn scoring(name: ScoringName) -> Scoring {
+    match name {
+        ScoringName::Softmax => Scoring::Softmax,
+        ScoringName::Sigmoid => Scoring::Sigmoid,
     }
 }

@@ -264,7 +264,6 @@ impl Engine {
         let may = links.world() == 1
             && model.device.as_cuda().is_some_and(alone)
             && !model.device.keeps_marks()
-            && model.places.is_some()
             && !model.has_one_balance()
             && model.past.is_none();
         self.graphs.begin(may);

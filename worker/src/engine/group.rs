@@ -1,7 +1,7 @@
 //! The ranks that together hold every expert, as seen by one of them.
 
-use moejob_kernels::{Buffer, Device, Room};
-use moejob_protocol::buffers::{Layer, Routes};
+use moejob_kernels::{Buffer, Device};
+use moejob_protocol::buffers::Layer;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
@@ -25,16 +25,10 @@ pub struct ExpertGroup {
 /// Where the experts of one layer are computed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Homes {
-    /// `[expert]`: position in the group.
-    owner: Vec<u32>,
     /// `[expert]`: place in the order by (owner, expert).
     order: Vec<u32>,
     /// `[position]`: the first place of an owner, and one more entry at the end.
     first: Vec<u32>,
-    /// `[expert]`: which of this rank's experts it is; `u32::MAX` elsewhere.
-    local: Vec<u32>,
-    /// `G`
-    pub locals: usize,
 }
 
 impl ExpertGroup {
@@ -76,9 +70,12 @@ impl ExpertGroup {
     /// Commits a quarter more; false where that is the worst case already. A function of what all
     /// ranks know, so that all grow alike.
     pub(crate) fn grow(&mut self) -> bool {
-        let before = self.rooms();
+        let rooms = |group: &ExpertGroup| -> Vec<usize> {
+            (0..group.counts.len()).map(|position| group.room_of(position)).collect()
+        };
+        let before = rooms(self);
         self.headroom = self.headroom.map(|headroom| 1.25 * headroom);
-        self.rooms() != before
+        rooms(self) != before
     }
 
     /// Those with which it exchanges parcels: with rails the others of its own.
@@ -90,26 +87,20 @@ impl ExpertGroup {
         }
     }
 
-    /// What each rank has memory for. A processor's memory is committed page by page as it is
-    /// touched, so that there is room for the worst case from the beginning.
-    pub(crate) fn rooms(&self) -> Vec<Room> {
-        (0..self.counts.len()).map(|position| self.room_of(position)).collect()
-    }
-
-    /// What this rank has memory for.
-    pub(crate) fn room(&self) -> Room {
+    /// Routed rows that this rank has memory for. A processor's memory is committed page by page as
+    /// it is touched, so that there is room for the worst case from the beginning.
+    pub(crate) fn room(&self) -> usize {
         self.room_of(self.me)
     }
 
-    fn room_of(&self, position: usize) -> Room {
+    fn room_of(&self, position: usize) -> usize {
         let [balanced, worst] = &self.counts[position];
-        let rows = |even: u64, most: u64| match self.headroom {
-            Some(headroom) => ((even as f64 * headroom).ceil() as u64).min(most) as usize,
-            None => most as usize,
-        };
-        Room {
-            rows: rows(balanced.routed, worst.routed),
-            tokens: rows(balanced.arrived, worst.arrived),
+        match self.headroom {
+            Some(headroom) => {
+                let rows = (balanced.routed as f64 * headroom).ceil() as u64;
+                rows.min(worst.routed) as usize
+            }
+            None => worst.routed as usize,
         }
     }
 
@@ -120,17 +111,11 @@ impl ExpertGroup {
 
     /// Writes what every round reads of the placement.
     pub(crate) fn write_tables(&self, layers: &[Layer<Buffer>], device: &mut Device) {
-        let routes = |layer: &Layer<Buffer>| layer.moe.as_ref()?.routes.clone();
         for (homes, layer) in self.layers.iter().zip(layers) {
             let spread = layer.fused.as_ref().and_then(|fused| fused.spread.as_ref());
             if let Some(places) = spread.and_then(|spread| spread.places) {
                 device.write(places, &homes.order);
             }
-            let Some(Routes { owner, local, order, first, .. }) = routes(layer) else { continue };
-            device.write(owner, &homes.owner);
-            device.write(local, &homes.local);
-            device.write(order, &homes.order);
-            device.write(first, &homes.first);
         }
     }
 }
@@ -158,19 +143,11 @@ impl Homes {
         by_owner.iter().enumerate().for_each(|(at, expert)| order[*expert] = at as u32);
         let before = |p: usize| owner.iter().filter(|owner| (**owner as usize) < p).count() as u32;
         let first = (0..=ranks.len()).map(before).collect();
-        let held = layout.experts(model, layer, rank);
-        let mut local = vec![u32::MAX; owner.len()];
-        held.iter().enumerate().for_each(|(g, expert)| local[*expert as usize] = g as u32);
-        Homes { owner, order, first, local, locals: held.len() }
+        Homes { order, first }
     }
 
     /// By position: its first expert, and how many it has, of experts in the order of their owners.
     pub fn ranges(&self) -> Vec<(u32, u32)> {
         self.first.windows(2).map(|of| (of[0], of[1] - of[0])).collect()
-    }
-
-    /// Experts do not lie in the order of their owners.
-    pub fn is_shuffled(&self) -> bool {
-        self.order.iter().enumerate().any(|(expert, at)| expert as u32 != *at)
     }
 }

@@ -1,15 +1,13 @@
 //! Where each parameter, and each of its gradients, lies in the arena.
 //!
 //! ```text
-//! parameter table + Flats + one flat buffer --> handles by layer
+//! parameter table + where each lies in buckets --> handles by layer
 //! ```
-//! The same tree of handles names weights and gradients, so that forward and backward read alike.
+//! The same handles name weights and gradients, so that forward and backward read alike.
 
 use moejob_kernels::Buffer;
 use moejob_kernels::cuda::Stacked;
-use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
-use moejob_protocol::reduction::Flat;
 use std::collections::HashMap;
 
 /// Parameters that every rank holds.
@@ -74,14 +72,6 @@ pub struct GatedWeights {
     pub down: Buffer,
 }
 
-/// The matrices of a layer's local experts, ascending by logical id.
-#[derive(Clone, Debug, Default)]
-pub struct Experts {
-    pub gate: Vec<Buffer>,
-    pub up: Vec<Buffer>,
-    pub down: Vec<Buffer>,
-}
-
 /// The matrices of a layer's experts as the fused layer reads them: at equal strides in one bucket.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertStacks {
@@ -92,12 +82,6 @@ pub struct ExpertStacks {
 
 /// Where the parameter at an index of the table lies, if it is here.
 pub type Find<'a> = dyn Fn(usize) -> Option<Buffer> + 'a;
-
-/// The part of `base`, laid out as `flat` says, that holds the parameter at `index`.
-pub fn slice(base: Buffer, flat: &Flat, index: usize) -> Option<Buffer> {
-    let (start, len) = flat.span(index)?;
-    Some(base.slice(start as usize, len as usize))
-}
 
 struct Names<'a> {
     find: &'a Find<'a>,
@@ -171,34 +155,6 @@ impl Dense {
             head: names.get("lm_head.weight").unwrap_or(embed),
             layers: (0..model.num_hidden_layers).map(layer).collect(),
         }
-    }
-}
-
-impl Experts {
-    /// Handles of each layer; one without experts has none.
-    pub fn new(
-        model: &ModelConfig,
-        layout: &Layout,
-        rank: u32,
-        params: &[Param],
-        find: &Find,
-    ) -> Vec<Experts> {
-        let names = Names::new(params, find);
-        let layer = |layer| {
-            let mut experts = Experts::default();
-            if !model.is_moe_layer(layer) {
-                return experts;
-            }
-            for expert in layout.experts(model, layer, rank) {
-                let at = model.expert_name(layer, expert);
-                let weights = names.gated(&at).unwrap_or_else(|| panic!("no memory for {at}"));
-                experts.gate.push(weights.gate);
-                experts.up.push(weights.up);
-                experts.down.push(weights.down);
-            }
-            experts
-        };
-        (0..model.num_hidden_layers).map(layer).collect()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::engine::looks::Looks;
 use crate::engine::model::Model;
 use crate::engine::patience::{Deadline, Patience, guard};
 use crate::engine::places::Places;
-use crate::engine::sums::Sums;
+use crate::engine::buckets::BucketSums;
 use crate::engine::trace::Trace;
 use crate::engine::validate::Favourites;
 use crate::failure::chain;
@@ -19,7 +19,7 @@ use moejob_kernels::cuda::{CudaError, Fault};
 use moejob_kernels::{Device, KernelError, Pace, StepPhase};
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::communication::CommunicationReport;
-use moejob_protocol::config::{Backend, Exchange, TrainingConfig, Way};
+use moejob_protocol::config::{Backend, Exchange, TrainingConfig};
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::rails::Rails;
@@ -120,7 +120,7 @@ pub struct Engine {
     // Dropped first: a device ends when nothing on it waits for peers any more.
     pub links: Links,
     pub model: Model,
-    pub gradients: Sums,
+    pub gradients: BucketSums,
     pub(crate) training: TrainingConfig,
     pub(crate) favourites: Favourites,
     /// Steps in whose next run a number is broken.
@@ -184,16 +184,15 @@ impl Engine {
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {
-            Backend::Cpu => match config.exchange {
-                // Nothing is beside what processors compute: the fewer exchanges, the better.
-                Exchange::Flat => Links::new(comm).one_by_one(),
-                Exchange::Hierarchical => Links::new(comm).one_by_one().in_stages(ranks),
-            },
+            // Nothing is beside what processors compute: the fewer exchanges, the better.
+            Backend::Cpu => Links::new(comm).one_by_one(),
             Backend::Cuda => {
-                let aside = model.places.as_ref().and_then(aside);
+                let aside = aside(&model.places);
                 // Where buckets travel beside the ops, they do so by communicators of their own.
-                let buckets = model.places.as_ref().filter(|_| aside.is_none());
-                let mut groups = buckets.map(Places::groups).unwrap_or_default();
+                let mut groups = match aside {
+                    None => model.places.groups(),
+                    Some(_) => Vec::new(),
+                };
                 groups.extend(expert_groups(&config.layout.mesh, model.shape.rails));
                 groups.sort();
                 groups.dedup();
@@ -214,7 +213,7 @@ impl Engine {
         if model.device.as_cuda().is_some() {
             guard(&deadline, model.rank, links.comm().abort_handle());
         }
-        let gradients = Sums::new(&model);
+        let gradients = BucketSums::new(&model);
         let favourites = Favourites::default();
         let (training, spoiled) = (training.clone(), Vec::new());
         let (phases, trace) = ([0.0; StepPhase::COUNT], None);
@@ -238,18 +237,6 @@ impl Engine {
             trace,
             flights,
             graphs,
-        }
-    }
-
-    /// Between processors, whose workers have so many `ranks`: the steps that are begun from now on
-    /// exchange in this way, in no more chunks than memory was planned for. No bit depends on it.
-    /// All ranks call it alike, between the same two steps. A step that is done again takes the way
-    /// of the newest one that was begun.
-    pub fn take_way(&mut self, way: Way, ranks: u32) {
-        if self.model.device.as_cpu().is_some() {
-            let stages = (way.exchange == Exchange::Hierarchical).then_some(ranks);
-            self.links.exchange_in(stages);
-            self.model.travel_in(way.chunks);
         }
     }
 

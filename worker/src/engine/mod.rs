@@ -1,8 +1,8 @@
 //! How a rank computes: the model forward and backward, sums of gradients, one optimizer step.
 //!
 //! ```text
-//! micro-batch -> Pass: forward, loss, backward -> leaves -> Sums: a tree, or buckets
-//!             -> records, counts               -> Numbers: gathered, reduced on the device
+//! micro-batch -> Pass: forward, loss, backward -> gradients -> sums in buckets
+//!             -> records, counts               -> Numbers: summed over ranks
 //! StepParams, StepNumbers -> update -> weights to their holders -> the host reads numbers once
 //! ```
 //! Forward and backward enqueue ops and verbs of links, and return nothing. In a step the host
@@ -27,17 +27,13 @@ pub(crate) mod notes;
 pub mod forward;
 mod recompute;
 pub mod backward;
-pub mod moe;
 pub(crate) mod slices;
-pub(crate) mod chunks;
 pub mod fused;
 pub(crate) mod portion;
 pub mod spread;
 pub mod gate;
 pub mod cosine;
 pub mod recording;
-pub mod tree;
-pub mod sums;
 pub mod numbers;
 pub mod trace;
 mod machine;

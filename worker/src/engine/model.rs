@@ -15,7 +15,7 @@ use crate::engine::gate::Noise;
 use crate::engine::group::ExpertGroup;
 use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
-use crate::engine::handles::{Dense, ExpertStacks, Experts, slice};
+use crate::engine::handles::{Dense, ExpertStacks};
 use crate::engine::numbers::Numbers;
 use crate::engine::places::Places;
 use crate::engine::portion::LEGS;
@@ -23,10 +23,10 @@ use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
-use moejob_protocol::buffers::{Buffers, Moe, MoeScratch};
+use moejob_protocol::buffers::Buffers;
 use moejob_protocol::config::{Backend, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::memory::{Shape, Sums, beside_arena};
+use moejob_protocol::memory::{Shape, beside_arena};
 use moejob_protocol::model::{ModelConfig, Param, QkNorm};
 use moejob_protocol::owners::Owners;
 use moejob_protocol::zero::Zero;
@@ -42,11 +42,10 @@ pub struct Model {
     pub device: Device,
     pub buffers: Buffers<Buffer>,
     pub(crate) dense: Dense,
-    pub(crate) experts: Vec<Experts>,
-    /// `[layer]`, where the mixture layer is one op.
+    /// `[layer]`; none of layers without experts.
     pub(crate) stacks: Vec<Option<ExpertStacks>>,
     /// Where parameters lie in buckets.
-    pub(crate) places: Option<Places>,
+    pub(crate) places: Places,
     /// Where some of them are whole in turn.
     pub(crate) turning: Option<Turning>,
     /// The mixture layer as one op.
@@ -64,8 +63,6 @@ pub struct Model {
     /// Tokens that were loaded; the others that are computed are padding.
     pub(crate) loaded: usize,
     pub(crate) noise: Option<Noise>,
-    /// In so many chunks tokens travel between processors, at most in those of `shape`.
-    pub(crate) chunks: usize,
     /// Tokens before those of a round, of which the cache knows; none: a round is by itself.
     pub(crate) past: Option<usize>,
     /// Attention's backward may add in any order.
@@ -124,7 +121,7 @@ impl Model {
         device.set_tf32(training.precision == Precision::Tf32);
         let (fused, here) = layers(config, layout, rank, &shape, router_scale);
         let slices = config.slices().each;
-        if fused.is_some() && here.is_none() && slices > 1 {
+        if fused.is_some() && !shape.on_cpu && shape.expert_parallel == 1 && slices > 1 {
             let refusal = Refusal::Slices { found: slices as usize };
             return Err(KernelError::Layer(refusal.into()));
         }
@@ -139,31 +136,18 @@ impl Model {
         let with_others = layout.mesh.world() > 1;
         let window = window_wanted(config, layout, training, &shape);
         let beside = (beside_arena(with_others) + window) as usize;
-        let room = (beside, group.room().rows);
+        let room = (beside, group.room());
         let (buffers, plan, growing) = lay_out(config, &shape, &device, room);
         device.reserve_planned(&plan, beside)?;
         let params = config.params();
-        let places = (shape.types.sums == Sums::Buckets)
-            .then(|| Places::new(config, &params, layout, rank, &shape.buckets));
-        let weight = |index| weight(&buffers, &shape, places.as_ref(), index);
-        let dense_in = |place| match &places {
-            None => Dense::new(config, &params, &weight),
-            Some(places) => {
-                Dense::new(config, &params, &|index| places.weight_in(&buffers, place, index))
-            }
+        let places = Places::new(config, &params, layout, rank, &shape.buckets);
+        let dense_in = |place| {
+            Dense::new(config, &params, &|index| places.weight_in(&buffers, place, index))
         };
         let dense = dense_in(1);
-        let turning = places.as_ref().and_then(|places| {
-            Turning::new(places, &shape, |place| dense_in(place).layers)
-        });
-        let (layers, mut stacks) = (config.num_hidden_layers, Vec::new());
-        let experts = match &places {
-            None => Experts::new(config, layout, rank, &params, &weight),
-            Some(places) => {
-                stacks = places.stacks(layers, &buffers.buckets, |bucket| bucket.weight);
-                vec![Experts::default(); layers as usize]
-            }
-        };
+        let turning = Turning::new(&places, &shape, |place| dense_in(place).layers);
+        let layers = config.num_hidden_layers;
+        let stacks = places.stacks(layers, &buffers.buckets, |bucket| bucket.weight);
         let sequence = training.sequence_length as usize;
         let positions: Vec<u32> =
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
@@ -174,21 +158,17 @@ impl Model {
             device.open_token_lane(LEGS * shape.chunks as usize, beside.free)?;
         }
         group.write_tables(&buffers.layers, &mut device);
-        let (counts, count, scaled) = (&shape.numbers, shape.micro_batches, shape.types.scaled);
+        let scaled = shape.types.scaled;
         let stage = if shape.trains { training.compute.zero } else { Zero::default() };
         let mut model = Model {
             turning,
             growing,
-            numbers: Numbers::new(config, layout, &params, rank, counts, count),
+            numbers: Numbers::new(config, &params, &shape.numbers),
             group,
             mixture,
-            plain: match shape.types.sums {
-                Sums::Tree => config.router.is_plain(),
-                Sums::Buckets => config.router.is_of_one_op(),
-            },
+            plain: config.router.is_of_one_op(),
             loaded: 0,
             noise: None,
-            chunks: shape.chunks as usize,
             past: None,
             fast_attention: training.compute.fast_attention,
             config: config.clone(),
@@ -200,7 +180,6 @@ impl Model {
             device,
             buffers,
             dense,
-            experts,
             stacks,
             places,
             fused,
@@ -214,8 +193,8 @@ impl Model {
             router_scale,
             lane: Lane::default(),
         };
-        if let Some(places) = model.places.clone().filter(|_| model.shape.trains) {
-            places.write_tables(&mut model);
+        if model.shape.trains {
+            model.places.clone().write_tables(&mut model);
         }
         if let Some(spread) = &model.buffers.scratch.spread {
             let slots: Vec<u32> = (0..spread.slots.len() as u32).collect();
@@ -288,7 +267,7 @@ impl Model {
     /// made for a whole micro-batch, and ranks that share experts have equal parts of the memory in
     /// which tokens meet: the rest is padding without targets.
     pub(crate) fn computed_together(&self, tokens: usize) -> usize {
-        let any = self.places.is_none() || (self.shape.on_cpu && self.here.is_none());
+        let any = self.shape.on_cpu && self.here.is_none();
         if any { tokens } else { self.shape.tokens as usize }
     }
 
@@ -312,28 +291,20 @@ impl Model {
         self.config.experts.count as usize
     }
 
-    pub(crate) fn moe(&self, layer: usize) -> Moe<Buffer> {
-        self.buffers.layers[layer].moe.clone().expect("a mixture layer")
-    }
-
-    pub(crate) fn moe_scratch(&self) -> MoeScratch<Buffer> {
-        self.buffers.scratch.moe.clone().expect("a model with experts has their scratch memory")
-    }
-
     /// The whole parameter at `index` of the table in this rank's memory, if it always holds it.
     pub fn weight(&self, index: usize) -> Option<Buffer> {
-        weight(&self.buffers, &self.shape, self.places.as_ref(), index)
+        self.places.weight(&self.buffers.buckets, index)
     }
 
     /// What this rank always has of the parameter at `index`, and the first element of that.
     pub(crate) fn kept_weight(&self, index: usize) -> Option<(usize, Buffer)> {
         let whole = self.weight(index).map(|whole| (0, whole));
-        whole.or_else(|| self.places.as_ref()?.own_weight(&self.buffers.buckets, index))
+        whole.or_else(|| self.places.own_weight(&self.buffers.buckets, index))
     }
 
-    /// Where the whole gradient of the parameter at `index` is summed, of a model in buckets.
+    /// Where the whole gradient of the parameter at `index` is summed.
     pub fn bucket_gradient(&self, index: usize) -> Option<Buffer> {
-        self.places.as_ref()?.gradient(&self.buffers.buckets, index)
+        self.places.gradient(&self.buffers.buckets, index)
     }
 
     /// Bytes of state that lie in the memory of a GPU's host.
@@ -358,20 +329,6 @@ impl Model {
     }
 }
 
-fn weight(
-    buffers: &Buffers<Buffer>,
-    shape: &Shape,
-    places: Option<&Places>,
-    index: usize,
-) -> Option<Buffer> {
-    if let Some(places) = places {
-        return places.weight(&buffers.buckets, index);
-    }
-    let (state, flats) = (&buffers.state, &shape.flats);
-    let dense = slice(state.dense, &flats.dense, index);
-    dense.or_else(|| slice(state.experts, &flats.experts, index))
-}
-
 fn head_desc(config: &ModelConfig, shape: &Shape, tokens: usize) -> HeadDesc {
     let (dim, vocab) = (config.hidden_size as usize, config.vocab_size as usize);
     HeadDesc { element: dtype(shape.types.element), tokens, dim, vocab }
@@ -387,8 +344,7 @@ fn layers(
 ) -> (Option<MoeDesc>, Option<Here>) {
     let mixture = (0..config.num_hidden_layers).filter(|layer| config.is_moe_layer(*layer));
     let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
-    let fused = (shape.types.sums == Sums::Buckets && !mixture.is_empty())
-        .then(|| layer_desc(config, shape, router_scale));
+    let fused = (!mixture.is_empty()).then(|| layer_desc(config, shape, router_scale));
     let of = (&mixture[..], shape);
     let here = fused.and_then(|whole| Here::new(config, layout, rank, of, &whole));
     (fused, here)

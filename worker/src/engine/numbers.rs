@@ -1,9 +1,8 @@
 //! The numbers of a step: where they stand in device memory, and what they say.
 //!
 //! ```text
-//! rounds, sums of squares -> the rank's part -> gather -> ReduceNumbers -> StepNumbers -> read
+//! rounds, sums of squares -> the rank's own -> sums over ranks -> StepNumbers -> read
 //! ```
-//! Sizes and orders are functions of the layout, worked out once an attempt.
 
 use crate::engine::links::Links;
 use crate::engine::model::Model;
@@ -11,12 +10,11 @@ use crate::state::rank::place;
 use moejob_kernels::numbers::{record, tally};
 use moejob_kernels::step_numbers::CLASSES_MAX;
 use moejob_kernels::{
-    Buffer, Cast, DecideUpdate, LossScale, Posted, ReduceNumbers, SquareRun, StepClass, StepControl,
+    Buffer, Cast, DecideUpdate, LossScale, Posted, StepClass, StepControl,
     StepNumbers, StepParams, SumRows,
 };
 use moejob_protocol::buffers::{BLOCK_WORDS, CONTROL_NUMBERS};
 use moejob_protocol::config::TrainingConfig;
-use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{
     NumberCounts, PARAM_NUMBERS, RECORD_NUMBERS, SINGLE_NUMBERS, STATISTICS, TALLY_NUMBERS,
 };
@@ -105,75 +103,17 @@ pub struct StepSummary {
     pub(crate) updates: u64,
 }
 
-/// Where a rank's part stands among the parts of all.
-#[derive(Clone, Copy, Debug, Default)]
-struct Part {
-    start: usize,
-    len: usize,
-    /// Micro-batches.
-    records: usize,
-    loads: usize,
-}
-
-impl Part {
-    fn record(&self, at: usize) -> usize {
-        assert!(at < self.records, "micro-batch {at} of {}", self.records);
-        self.start + at * record::COUNT
-    }
-
-    fn tally(&self) -> usize {
-        self.start + self.records * record::COUNT
-    }
-
-    fn squares(&self) -> usize {
-        self.tally() + tally::COUNT + 2 * self.loads
-    }
-}
-
 /// Where everything stands.
 #[derive(Clone, Debug)]
 pub struct Numbers {
     layout: StepNumbers,
-    /// By rank.
-    parts: Vec<Part>,
-    me: usize,
-    records: Vec<usize>,
-    tallies: Vec<usize>,
-    squares: Vec<SquareRun>,
 }
 
 impl Numbers {
-    pub fn new(
-        model: &ModelConfig,
-        layout: &Layout,
-        params: &[Param],
-        rank: u32,
-        counts: &NumberCounts,
-        micro_batches: u32,
-    ) -> Numbers {
-        let mesh = &layout.mesh;
-        let loads = counts.loads as usize;
-        let experts = model.experts.count as usize;
-        let mut parts: Vec<Part> = Vec::new();
-        for (rank, len) in (0..mesh.world()).zip(&counts.parts) {
-            let start = parts.last().map_or(0, |last| last.start + last.len);
-            let records = mesh.micro_batches(rank, micro_batches).len();
-            parts.push(Part { start, len: *len as usize, records, loads });
-        }
-        let in_order = mesh.data_group(rank).into_iter().map(|rank| parts[rank as usize]);
-        let records = in_order.flat_map(|part| (0..part.records).map(move |at| part.record(at)));
-        Numbers {
-            layout: StepNumbers {
-                layers: loads / experts.max(1),
-                experts,
-                tensors: params.len(),
-            },
-            me: rank as usize,
-            records: records.collect(),
-            tallies: parts.iter().map(Part::tally).collect(),
-            squares: square_runs(model, layout, params, &parts),
-            parts,
-        }
+    pub fn new(model: &ModelConfig, params: &[Param], counts: &NumberCounts) -> Numbers {
+        let (loads, experts) = (counts.loads as usize, model.experts.count as usize);
+        let layers = loads / experts.max(1);
+        Numbers { layout: StepNumbers { layers, experts, tensors: params.len() } }
     }
 
     pub(crate) fn layout(&self) -> StepNumbers {
@@ -186,83 +126,29 @@ impl Numbers {
     }
 }
 
-/// Where the sums of squares of all owned runs stand, in table order.
-fn square_runs(
-    model: &ModelConfig,
-    layout: &Layout,
-    params: &[Param],
-    parts: &[Part],
-) -> Vec<SquareRun> {
-    let mut next: Vec<usize> = parts.iter().map(Part::squares).collect();
-    let mut runs = Vec::new();
-    for (tensor, param) in params.iter().enumerate() {
-        let mut owners = layout.owners(model, tensor, param);
-        owners.retain(|(_, blocks)| !blocks.is_empty());
-        owners.sort_by_key(|(_, blocks)| blocks.start);
-        for (rank, blocks) in owners {
-            let next = &mut next[rank as usize];
-            let at = *next..*next + (blocks.end - blocks.start) as usize;
-            *next = at.end;
-            runs.push(SquareRun { at, tensor, class: class_of(param) });
-        }
-    }
-    runs
-}
-
 impl Model {
-    fn own_part(&self) -> (Buffer, Part) {
-        (self.buffers.numbers.parts, self.numbers.parts[self.numbers.me])
-    }
-
-    /// F64 [5]: of the own micro-batch `at`, which in buckets is the one that is computed.
-    pub(crate) fn record(&self, at: usize) -> Buffer {
-        if self.places.is_some() {
-            return self.buffers.numbers.record;
-        }
-        let (parts, part) = self.own_part();
-        parts.slice(part.record(at), record::COUNT)
-    }
-
-    /// F64 [2]: where the own micro-batch `at` adds its cross-entropies and how many they are.
-    pub(crate) fn loss_numbers(&self, at: usize) -> Buffer {
-        self.record(at).slice(record::LOSS, 2)
+    /// F64 [2]: where the micro-batch that is computed adds its cross-entropies and how many they
+    /// are.
+    pub(crate) fn loss_numbers(&self) -> Buffer {
+        self.buffers.numbers.record.slice(record::LOSS, 2)
     }
 
     /// F64 [4]: what routers count.
     pub(crate) fn tally(&self) -> Buffer {
-        if self.places.is_some() {
-            return self.buffers.numbers.reduced.slice(StepNumbers::UNROUTED, tally::ROUTED);
-        }
-        let (parts, part) = self.own_part();
-        parts.slice(part.tally(), tally::ROUTED)
+        self.buffers.numbers.reduced.slice(StepNumbers::UNROUTED, tally::ROUTED)
     }
 
     /// F64 [1]: where a step, or a validation, counts rows that found no room.
     pub(crate) fn routed_overflows(&self) -> Buffer {
-        if self.places.is_some() {
-            return self.buffers.numbers.reduced.slice(StepNumbers::ROUTED_OVERFLOWS, 1);
-        }
-        let (parts, part) = self.own_part();
-        parts.slice(part.tally() + tally::OVERFLOWS, 1)
+        self.buffers.numbers.reduced.slice(StepNumbers::ROUTED_OVERFLOWS, 1)
     }
 
     /// F64 [E] each: loads and drops of the `at`-th mixture layer.
     pub(crate) fn load_counts(&self, at: usize) -> [Buffer; 2] {
-        if self.places.is_some() {
-            let dropped = self.numbers.layout.dropped().start - self.numbers.layout.loads().start;
-            let loads = self.numbers.loads(at);
-            let numbers = self.buffers.numbers.reduced;
-            return [0, dropped].map(|behind| numbers.slice(loads.start + behind, loads.len()));
-        }
-        let (parts, part) = self.own_part();
-        let (experts, first) = (self.expert_count(), part.tally() + tally::COUNT);
-        [0, part.loads].map(|table| parts.slice(first + table + at * experts, experts))
-    }
-
-    /// F64 [owned blocks]
-    pub fn square_sums(&self) -> Buffer {
-        let (parts, part) = self.own_part();
-        parts.slice(part.squares(), part.start + part.len - part.squares())
+        let dropped = self.numbers.layout.dropped().start - self.numbers.layout.loads().start;
+        let loads = self.numbers.loads(at);
+        let numbers = self.buffers.numbers.reduced;
+        [0, dropped].map(|behind| numbers.slice(loads.start + behind, loads.len()))
     }
 
     /// A step begins: what it is told is written, its own numbers are zero. `step` counts from 0.
@@ -274,59 +160,30 @@ impl Model {
             self.device.write(at, &[scaling.scale as f32]);
         }
         self.device.write(self.buffers.numbers.params, &params.encode());
-        if self.places.is_some() {
-            self.device.fill_zero(self.buffers.numbers.reduced);
-            self.device.fill_zero(self.buffers.numbers.parts);
-            if let Some(squares) = self.buffers.numbers.squares {
-                self.device.fill_zero(squares);
-            }
-            return;
+        self.device.fill_zero(self.buffers.numbers.reduced);
+        self.device.fill_zero(self.buffers.numbers.parts);
+        if let Some(squares) = self.buffers.numbers.squares {
+            self.device.fill_zero(squares);
         }
-        let (parts, part) = self.own_part();
-        self.device.fill_zero(parts.slice(part.start, part.len));
     }
 
     /// A micro-batch begins: its record is empty.
-    pub(crate) fn begin_record(&mut self) {
-        if self.places.is_some() {
-            self.device.fill_zero(self.buffers.numbers.record);
-        }
+    pub fn begin_record(&mut self) {
+        self.device.fill_zero(self.buffers.numbers.record);
     }
 
     /// The record of the step's micro-batch of this number is complete. It is moved only now, so
     /// that the ops of a micro-batch write to the same place whichever it is.
-    pub(crate) fn keep_record(&mut self, micro_batch: u32) {
-        if self.places.is_some() {
-            let numbers = &self.buffers.numbers;
-            let at = micro_batch as usize * record::COUNT;
-            self.device.copy(numbers.record, numbers.parts.slice(at, record::COUNT));
-        }
-    }
-
-    /// StepNumbers of all ranks' parts, on every rank's device.
-    pub fn reduce_numbers(&mut self, links: &mut Links) {
-        if self.places.is_some() {
-            return self.reduce_records(links);
-        }
-        let (numbers, buffers) = (&self.numbers, &self.buffers.numbers);
-        let part = |part: &Part| buffers.parts.slice(part.start, part.len);
-        let parts: Vec<Buffer> = numbers.parts.iter().map(part).collect();
-        links.gather(&mut self.device, &parts);
-        self.device.reduce_numbers(&ReduceNumbers {
-            layout: numbers.layout,
-            parts: buffers.parts,
-            records: &numbers.records,
-            tallies: &numbers.tallies,
-            squares: &numbers.squares,
-            params: buffers.params,
-            out: buffers.reduced,
-        });
+    pub fn keep_record(&mut self, micro_batch: u32) {
+        let numbers = &self.buffers.numbers;
+        let at = micro_batch as usize * record::COUNT;
+        self.device.copy(numbers.record, numbers.parts.slice(at, record::COUNT));
     }
 
     /// Ops have added to the rank's numbers themselves, but for the losses of micro-batches. A
     /// record is 0 but at one rank, so that its sum over ranks is what it was, and losses are
     /// summed in the order of micro-batches whatever rank had which.
-    fn reduce_records(&mut self, links: &mut Links) {
+    pub fn reduce_numbers(&mut self, links: &mut Links) {
         let numbers = self.buffers.numbers.clone();
         let all = [numbers.reduced, numbers.parts].into_iter().chain(numbers.squares);
         links.all_reduce(&mut self.device, &all.collect::<Vec<_>>());
@@ -424,9 +281,9 @@ impl Model {
     /// Of one own micro-batch: sum of cross-entropies, valid targets, auxiliary loss, z loss,
     /// entropy, the last three summed over the layers. For tests and tools; a step reads once, at
     /// its end.
-    pub fn read_record(&self, at: usize) -> [f64; record::COUNT] {
+    pub fn read_record(&self) -> [f64; record::COUNT] {
         let mut numbers = [0.0; record::COUNT];
-        self.device.read(self.record(at), &mut numbers);
+        self.device.read(self.buffers.numbers.record, &mut numbers);
         numbers
     }
 }

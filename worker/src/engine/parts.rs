@@ -11,14 +11,13 @@
 //! and moments of its own chunk alone, and weights of all.
 
 use crate::engine::buckets::master;
-use crate::engine::handles::slice;
 use crate::engine::machine::check;
 use crate::engine::model::Model;
-use crate::engine::places::Places;
 use crate::state::copy::copy;
 use crate::state::rank::{DeviceError, Normal, RankState, StateTable};
 use moejob_kernels::{
-    Buffer, Cast, DType, Device, Fill, InitNormal, JoinMaster, LossScale, Master, SplitMaster,
+    Buffer, Cast, DType, Device, Fill, InitNormal, JoinMaster, LossScale, Master, Pages,
+    SplitMaster,
 };
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use std::ops::Range;
@@ -80,30 +79,7 @@ impl Model {
         let needed = self.table().needed(part, index);
         let within = needed.start <= elements.start && elements.end <= needed.end;
         assert!(within, "{part:?} {elements:?} of {index}: only what is needed is here");
-        if let Some(places) = &self.places {
-            return self.kept_in_bucket(places, part, index, elements);
-        }
-        let (start, len) = (elements.start - needed.start, elements.end - elements.start);
-        let whole = self.kept_flat(part, index).expect("what is needed has a place");
-        vec![Kept::Whole(whole.slice(start as usize, len as usize))]
-    }
-
-    fn kept_flat(&self, part: Part, index: usize) -> Option<Buffer> {
-        let (state, flat) = (&self.buffers.state, &self.shape.flats.owned);
-        match part {
-            Part::Master => self.weight(index),
-            Part::Moment1 => slice(state.moment1, flat, index),
-            Part::Moment2 => slice(state.moment2, flat, index),
-        }
-    }
-
-    fn kept_in_bucket(
-        &self,
-        places: &Places,
-        part: Part,
-        index: usize,
-        elements: &Range<u64>,
-    ) -> Vec<Kept> {
+        let places = &self.places;
         let (at, start, _) = places.place(index).expect("what is needed has a place");
         let (bucket, own) = (&self.buffers.buckets[at], places.chunk(at));
         let all = start + elements.start as usize..start + elements.end as usize;
@@ -268,8 +244,8 @@ impl<'a> Reads<'a> {
         self.reads.push((Model::target(kept, of_stage).reinterpret(DType::U8), into));
     }
 
-    fn read(&mut self, model: &Model) {
-        model.device.read_all(std::mem::take(&mut self.reads));
+    fn read(&mut self, model: &Model, pages: Pages) {
+        model.device.read_all(std::mem::take(&mut self.reads), pages);
         *self = Reads::default();
     }
 }
@@ -346,9 +322,16 @@ impl RankState for Model {
     }
 
     /// A GPU gives as many together as the stage has room for.
-    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>) {
+    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>, pages: Pages) {
+        if matches!(self.device, Device::Cpu(_)) {
+            for (part, index, elements, into) in pieces {
+                self.read(part, index, elements, into);
+                pages.settle(into);
+            }
+            return;
+        }
         // In a lane they leave one by one, and nobody waits for them.
-        if matches!(self.device, Device::Cpu(_)) || self.reads_by_lane() {
+        if self.reads_by_lane() {
             for (part, index, elements, into) in pieces {
                 self.read(part, index, elements, into);
             }
@@ -371,13 +354,13 @@ impl RankState for Model {
                     }
                     if len < of.len() {
                         assert!(!reads.reads.is_empty(), "a stage has room for some elements");
-                        reads.read(self);
+                        reads.read(self, pages);
                         kept = Some(of.slice(len, of.len() - len));
                     }
                 }
             }
         }
-        reads.read(self);
+        reads.read(self, pages);
     }
 
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]) {
@@ -450,8 +433,6 @@ impl RankState for Model {
     }
 
     fn clear_moments(&mut self) {
-        self.device.fill_zero(self.buffers.state.moment1);
-        self.device.fill_zero(self.buffers.state.moment2);
         for bucket in self.buffers.buckets.clone() {
             self.device.fill_zero(bucket.moment1);
             self.device.fill_zero(bucket.moment2);

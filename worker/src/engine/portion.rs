@@ -102,7 +102,7 @@ impl Model {
             tokens,
             top_k,
             ids: spread.ids,
-            present: round.sources.iter().map(|source| 1 << source.position).sum(),
+            present: round.present,
             experts: self.group.layers[layer].ranges(),
             nodes: rails.map_or(1, |rails| rails.nodes),
             node: rails.map_or(0, |rails| rails.node(self.group.me)),

@@ -1,17 +1,25 @@
 //! What a round leaves of its routing, beside activations: statistics, losses, loads, switches.
 
 use crate::engine::forward::Pass;
+use crate::engine::model::Model;
 use crate::engine::round::Aim;
 use moejob_kernels::balance::row;
 use moejob_kernels::numbers::record;
-use moejob_kernels::{Add, AddRouting, Buffer, ConcatenatedBalance, RouteEntropy, SumRows};
-use moejob_protocol::model::Scoring;
+use moejob_kernels::{Add, AddRouting, RouteEntropy, SumRows};
+use moejob_protocol::model::{AuxLossScope, Scoring};
+
+impl Model {
+    /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
+    /// all layers together.
+    pub(crate) fn has_one_balance(&self) -> bool {
+        self.config.router.aux_loss_scope == AuxLossScope::Hf && !self.mixture.is_empty()
+    }
+}
 
 impl Pass<'_> {
     /// What the round's aim keeps of the routing of a layer.
     pub(crate) fn record_routing(&mut self, layer: usize, t: usize) {
-        let of_layers = self.model.has_one_balance() && self.model.places.is_some();
-        if of_layers && !self.again {
+        if self.model.has_one_balance() && !self.again {
             self.keep_statistics(layer, t, self.model.mixture_place(layer));
         }
         match self.round.aim {
@@ -23,30 +31,16 @@ impl Pass<'_> {
                 let place = (first as usize + at) * layers + self.model.mixture_place(layer);
                 self.keep_statistics(layer, t, place);
             }
-            Aim::Record(at) => self.add_routing(layer, t, at),
+            Aim::Record => self.add_routing(layer, t),
         }
     }
 
-    /// What depends on all layers of the round's own micro-batch.
+    /// What depends on all layers of the round's own micro-batch: their balance, from the statistics
+    /// of each, counts once a layer.
     pub(crate) fn record_all_layers(&mut self) {
-        let Aim::Record(at) = self.round.aim else { return };
-        if !self.model.has_one_balance() {
+        if self.round.aim != Aim::Record || !self.model.has_one_balance() {
             return;
         }
-        if self.model.places.is_some() {
-            return self.add_balance_of_layers(at);
-        }
-        let model = &mut *self.model;
-        let sums: Vec<Buffer> =
-            model.mixture.iter().map(|layer| model.router(*layer).prob_sums).collect();
-        let value = model.record(at).slice(record::AUX, 1);
-        let (tokens, counts) = (self.round.tokens, model.all_counts());
-        let op = ConcatenatedBalance { tokens, counts: &counts, prob_sums: &sums, value };
-        model.device.concatenated_balance(&op);
-    }
-
-    /// The balance of all layers, from the statistics of each, counts once a layer.
-    fn add_balance_of_layers(&mut self, at: usize) {
         let model = &mut *self.model;
         let Some(balance) = model.buffers.numbers.balance.clone() else { return };
         let (t, layers) = (self.round.tokens, model.mixture.clone());
@@ -54,7 +48,7 @@ impl Pass<'_> {
             return;
         }
         model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
-        let a = model.record(at).slice(record::AUX, 1);
+        let a = model.buffers.numbers.record.slice(record::AUX, 1);
         let op = model.balance_op(layers[0], t, None);
         model.device.balance_losses(&op);
         layers.iter().for_each(|_| model.device.add(&Add { a, b: op.value }));
@@ -71,7 +65,7 @@ impl Pass<'_> {
     }
 
     /// Losses of the layer, and all that is counted.
-    fn add_routing(&mut self, layer: usize, t: usize, at: usize) {
+    fn add_routing(&mut self, layer: usize, t: usize) {
         let model = &mut *self.model;
         let (experts, top_k) = (model.expert_count(), model.top_k());
         let kept = model.router(layer);
@@ -102,7 +96,7 @@ impl Pass<'_> {
             chosen: gate.map_or(ids, |gate| gate.chosen.slice(0, t * top_k)),
             ids,
             positions: model.buffers.batch.positions.slice(0, t),
-            record: model.record(at).slice(record::AUX, record::COUNT - record::AUX),
+            record: model.buffers.numbers.record.slice(record::AUX, record::COUNT - record::AUX),
             tally: model.tally(),
             loads,
             drops,

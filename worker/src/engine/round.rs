@@ -3,48 +3,30 @@
 use crate::engine::model::Model;
 
 /// One round of one rank.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Round {
     /// `T` of the own micro-batch; 0 without one.
     pub tokens: usize,
-    /// Ranks of the group that have a micro-batch, in ep order.
-    pub sources: Vec<Source>,
+    /// Ranks of the group that have a micro-batch: the first ones, in ep order.
+    pub present: usize,
     pub aim: Aim,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Source {
-    /// In the expert group.
-    pub position: usize,
-    pub tokens: usize,
-}
-
-/// What is kept of a round beside its activations. The numbers count the rank's own micro-batches.
+/// What is kept of a round beside its activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Aim {
     #[default]
     Activations,
-    /// The statistics of the routers.
+    /// The statistics of the routers, of the rank's own micro-batch of this number.
     Statistics(usize),
     /// Losses and counts.
-    Record(usize),
+    Record,
 }
 
 impl Round {
-    /// The tokens of one of so many chunks, of each source an even part; as if they were all.
-    pub(crate) fn chunk(&self, at: usize, chunks: usize) -> Round {
-        let part = |tokens: usize| {
-            let [first, end] = [at, at + 1].map(|at| tokens * at / chunks);
-            end - first
-        };
-        let sources = self.sources.iter().map(|of| Source { tokens: part(of.tokens), ..*of });
-        Round { tokens: part(self.tokens), sources: sources.collect(), aim: self.aim }
-    }
-
     /// The first micro-batch of a group of one rank.
     pub fn alone(tokens: usize) -> Round {
-        let sources = vec![Source { position: 0, tokens }];
-        Round { tokens, sources, aim: Aim::Record(0) }
+        Round { tokens, present: 1, aim: Aim::Record }
     }
 }
 
@@ -54,8 +36,6 @@ pub(crate) struct Schedule {
     pub round: Round,
     /// The own micro-batch.
     pub own: Option<u32>,
-    /// By source.
-    pub leaves: Vec<u32>,
     /// No other follows, on any rank.
     pub last: bool,
 }
@@ -77,12 +57,13 @@ impl Schedule {
             if round >= block.end - block.start {
                 continue;
             }
-            let leaf = block.start + round;
-            schedule.round.sources.push(Source { position, tokens: tokens(leaf) });
-            schedule.leaves.push(leaf);
+            // Blocks get no longer from rank to rank, so that those without one are the last.
+            assert_eq!(position, schedule.round.present, "{mesh:?}");
+            schedule.round.present += 1;
             if *rank == model.rank {
-                schedule.own = Some(leaf);
-                schedule.round.tokens = tokens(leaf);
+                let micro_batch = block.start + round;
+                schedule.own = Some(micro_batch);
+                schedule.round.tokens = tokens(micro_batch);
                 schedule.round.aim = aim(round as usize);
             }
         }

@@ -6,7 +6,6 @@
 //! ```
 //! With whole experts (r = 1) there is nothing between the two.
 
-use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use moejob_kernels::{Buffer, SliceChoices, SumSlices};
 
@@ -15,10 +14,6 @@ use moejob_kernels::{Buffer, SliceChoices, SumSlices};
 pub(crate) struct Computed {
     /// `r`
     pub each: usize,
-    /// `E r`
-    pub count: usize,
-    /// `K r`
-    pub slots: usize,
     /// `F / r`
     pub width: usize,
 }
@@ -29,8 +24,6 @@ impl Model {
         let slices = self.config.slices();
         Computed {
             each: slices.each as usize,
-            count: slices.count as usize,
-            slots: slices.slots as usize,
             width: slices.width as usize,
         }
     }
@@ -52,24 +45,5 @@ impl Model {
     pub(crate) fn sum_slices(&mut self, x: Buffer, sums: Buffer) {
         let (choices, slices) = (sums.len(), self.slices().each);
         self.device.sum_slices(&SumSlices { choices, slices, x, sums });
-    }
-}
-
-impl Pass<'_> {
-    /// The choices of a layer in parts become those of slices, which all that follows is of.
-    pub(crate) fn choose_slices(&mut self, layer: usize, t: usize) {
-        let (moe, choices) = (self.model.moe(layer), t * self.model.top_k());
-        let Some(to) = moe.slices else { return };
-        let all = choices * self.model.slices().each;
-        let from = [moe.router.ids, moe.router.weights].map(|of| of.slice(0, choices));
-        self.model.slice_choices(from, to.map(|of| of.slice(0, all)), None);
-    }
-
-    /// The way back of their weights' gradients.
-    pub(crate) fn sum_slices(&mut self, t: usize) {
-        let (scratch, choices) = (self.model.router_scratch(), t * self.model.top_k());
-        let Some(x) = self.model.moe_scratch().slice_dweights else { return };
-        let x = x.slice(0, choices * self.model.slices().each);
-        self.model.sum_slices(x, scratch.dweights.slice(0, choices));
     }
 }

@@ -62,7 +62,7 @@ pub(crate) struct Here {
 }
 
 impl Here {
-    /// Of a rank of `whole`'s layers; none where it holds all of the experts.
+    /// Of a rank of `whole`'s layers; None where it holds all of the experts, and these whole.
     pub fn new(
         model: &ModelConfig,
         layout: &Layout,
@@ -84,7 +84,7 @@ impl Here {
             sources: ranks,
             ..*whole
         };
-        (ranks > 1).then_some(Here { desc, ranks })
+        (ranks > 1 || slices.each > 1).then_some(Here { desc, ranks })
     }
 
     /// The same of this rank's own tokens alone, for sums over their rows.

@@ -7,7 +7,6 @@ use crate::engine::forward::Pass;
 use crate::engine::gate::Noise;
 use crate::engine::graphs::Part;
 use crate::engine::round::{Aim, Schedule};
-use crate::engine::sums::Sums;
 use moejob_kernels::{StepPhase, SumRows};
 
 pub use crate::engine::machine::{ENV_CPUS, ENV_DEVICE, Engine, OpenError, StepError};
@@ -38,7 +37,7 @@ impl Engine {
         }
         let plain = self.begin_graphs();
         self.whole_step_balance(step, batches)?;
-        self.rounds(step, batches, Aim::Record, |engine, schedule| {
+        self.rounds(step, batches, |_| Aim::Record, |engine, schedule| {
             let round = &schedule.round;
             engine.model.begin_record();
             engine.part(engine.forward_part(schedule), |engine| {
@@ -56,17 +55,15 @@ impl Engine {
                 pass.backward(&leaf);
             });
             engine.model.device.phase(StepPhase::Backward);
-            let (own, leaves) = (schedule.own, &schedule.leaves);
-            match leave {
-                true => engine.gradients.push_last(round, own, leaves, &mut engine.model),
-                false => engine.gradients.push(round, own, leaves, &mut engine.model),
+            if !leave {
+                engine.gradients.push(round, &mut engine.model);
             }
-            if let Some(micro_batch) = own {
+            if let Some(micro_batch) = schedule.own {
                 engine.model.keep_record(micro_batch);
             }
         })?;
         let Engine { model, gradients, links, spoiled, .. } = self;
-        if !(links.work_beside() && matches!(gradients, Sums::Buckets(_))) {
+        if !links.work_beside() {
             gradients.reduce(model, links);
         }
         model.device.phase(StepPhase::Communication);
@@ -138,28 +135,13 @@ impl Engine {
         let Some(balance) = balance.filter(|_| !self.model.has_one_balance()) else {
             return Ok(());
         };
-        let in_buckets = self.model.places.is_some();
-        if in_buckets {
-            self.model.device.fill_zero(balance.parts);
-        }
+        self.model.device.fill_zero(balance.parts);
         self.rounds(step, batches, Aim::Statistics, |engine, schedule| {
             Pass::new(&mut engine.model, &mut engine.links, &schedule.round).forward();
             engine.model.device.phase(StepPhase::Forward);
         })?;
-        if in_buckets {
-            // Each is 0 but at one rank, so that its sum over ranks is what it was.
-            self.links.all_reduce(&mut self.model.device, &[balance.parts]);
-            self.model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
-            return Ok(());
-        }
-        let (mesh, count) = (self.model.layout.mesh, self.model.shape.micro_batches);
-        let part = |rank| {
-            let block = mesh.micro_batches(rank, count);
-            let width = balance.sum.len();
-            balance.parts.slice(block.start as usize * width, block.len() * width)
-        };
-        let parts: Vec<_> = (0..mesh.world()).map(part).collect();
-        self.links.gather(&mut self.model.device, &parts);
+        // Each is 0 but at one rank, so that its sum over ranks is what it was.
+        self.links.all_reduce(&mut self.model.device, &[balance.parts]);
         self.model.device.sum_rows(&SumRows { x: balance.parts, out: balance.sum });
         Ok(())
     }

@@ -15,7 +15,6 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use rustix::thread::futex;
 use rustix::time::Timespec;
 use std::io;
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -32,9 +31,6 @@ const LARGE: usize = 16 << 20;
 /// Bytes that the kernel is asked to give or to take at once. While it does, no other thread of the
 /// process can map memory, start or end a thread: with 11 GB at once a worker was deaf for 0.8 s.
 const PIECE: usize = 32 << 20;
-/// The same while other threads are started all the time, as those that copy a snapshot are: with
-/// pieces of 32 MiB a snapshot of 41 GB took 9 s and more, of which it waited for most.
-const SHORT_PIECE: usize = 1 << 20;
 
 /// A piece of memory, zero at first.
 #[derive(Debug)]
@@ -113,15 +109,7 @@ impl Mapping {
     /// # Errors
     /// The system has no memory for all of it, or is older than Linux 5.14.
     pub fn populate(&self, threads: usize) -> io::Result<()> {
-        self.advise(0..self.len, (PIECE, threads), Advice::LinuxPopulateWrite)
-    }
-
-    /// [`Mapping::populate`] of a part that begins and ends at a page, in short pieces.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn populate_within(&self, part: Range<usize>, threads: usize) -> io::Result<()> {
-        self.advise(part, (SHORT_PIECE, threads), Advice::LinuxPopulateWrite)
+        self.advise(threads, Advice::LinuxPopulateWrite)
     }
 
     /// Gives the whole file its memory, of which this process maps nothing: whoever is ended
@@ -143,24 +131,18 @@ impl Mapping {
         Ok(true)
     }
 
-    fn advise(
-        &self,
-        part: Range<usize>,
-        (piece, threads): (usize, usize),
-        advice: Advice,
-    ) -> io::Result<()> {
-        self.check(part.start, part.len());
-        let next = AtomicUsize::new(part.start);
+    fn advise(&self, threads: usize, advice: Advice) -> io::Result<()> {
+        let next = AtomicUsize::new(0);
         let work = || loop {
-            let start = next.fetch_add(piece, Ordering::Relaxed);
-            let Some(left) = part.end.checked_sub(start).filter(|left| *left > 0) else {
+            let start = next.fetch_add(PIECE, Ordering::Relaxed);
+            let Some(left) = self.len.checked_sub(start).filter(|left| *left > 0) else {
                 return Ok(());
             };
             // SAFETY: the range lies within the mapping, which outlives the call. The advice
             // changes no byte of it: what of shared memory is not needed here stays in its file.
             unsafe {
                 let base = self.base.add(start).as_ptr().cast();
-                madvise(base, left.min(piece), advice)
+                madvise(base, left.min(PIECE), advice)
             }?;
         };
         std::thread::scope(|scope| {
@@ -179,16 +161,7 @@ impl Mapping {
     /// Something has pinned the pages.
     pub fn rest(&self, threads: usize) -> io::Result<()> {
         assert!(self.file.is_some(), "memory without a file would lose its bytes");
-        self.advise(0..self.len, (PIECE, threads), Advice::LinuxDontNeed)
-    }
-
-    /// [`Mapping::rest`] of a part that begins and ends at a page, in short pieces.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn rest_within(&self, part: Range<usize>, threads: usize) -> io::Result<()> {
-        assert!(self.file.is_some(), "memory without a file would lose its bytes");
-        self.advise(part, (SHORT_PIECE, threads), Advice::LinuxDontNeed)
+        self.advise(threads, Advice::LinuxDontNeed)
     }
 
     /// Keeps what `make` gives for the range until just before it is unmapped; once.

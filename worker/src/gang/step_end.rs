@@ -27,9 +27,6 @@ pub struct StepEnd {
     pub committed: u64,
     /// Rank 0's word that no checkpoint of up to so many steps is waited for any longer.
     pub given_up: u64,
-    /// Microseconds of this rank's newest step that is done, while ways to exchange are tried;
-    /// none: they are not, or it does not count.
-    pub took: Option<u32>,
     /// Why this rank's storage fails at present; empty: it does not.
     pub write_error: String,
 }
@@ -37,11 +34,10 @@ pub struct StepEnd {
 /// Longest `write_error` that is told.
 const ERROR_BYTES_MAX: usize = 1024;
 
-/// What comes before it, without a time.
+/// Bytes of what comes before it.
 const HEAD_BYTES: usize = 40;
-const TIME_BYTES: usize = 4;
-/// Of all of it.
-const BYTES_MAX: usize = HEAD_BYTES + TIME_BYTES + ERROR_BYTES_MAX;
+/// Bytes of all of it.
+const BYTES_MAX: usize = HEAD_BYTES + ERROR_BYTES_MAX;
 
 /// Tells the others, and waits for nothing.
 ///
@@ -70,9 +66,8 @@ impl StepEnd {
         let flags = u32::from(self.checkpoint_now)
             | u32::from(self.stop_after_this_step) << 1
             | u32::from(self.snapshot_now) << 2
-            | u32::from(self.earlier) << 3
-            | u32::from(self.took.is_some()) << 4;
-        let mut out = Vec::with_capacity(HEAD_BYTES + TIME_BYTES + error.len());
+            | u32::from(self.earlier) << 3;
+        let mut out = Vec::with_capacity(HEAD_BYTES + error.len());
         out.extend_from_slice(&flags.to_le_bytes());
         out.extend_from_slice(&self.fenced_by.to_le_bytes());
         out.extend_from_slice(&self.written.to_le_bytes());
@@ -80,7 +75,6 @@ impl StepEnd {
         out.extend_from_slice(&self.given_up.to_le_bytes());
         let held = self.held.map_or(0, |step| step.saturating_add(1));
         out.extend_from_slice(&held.to_le_bytes());
-        out.extend(self.took.iter().flat_map(|took| took.to_le_bytes()));
         out.extend_from_slice(error.as_bytes());
         out
     }
@@ -101,16 +95,9 @@ impl StepEnd {
         let (written, rest) = rest.split_first_chunk::<8>()?;
         let (committed, rest) = rest.split_first_chunk::<8>()?;
         let (given_up, rest) = rest.split_first_chunk::<8>()?;
-        let (held, rest) = rest.split_first_chunk::<8>()?;
+        let (held, error) = rest.split_first_chunk::<8>()?;
         let flags = u32::from_le_bytes(*flags);
-        let (took, error) = match flags & 16 {
-            0 => (None, rest),
-            _ => {
-                let (took, error) = rest.split_first_chunk::<TIME_BYTES>()?;
-                (Some(u32::from_le_bytes(*took)), error)
-            }
-        };
-        if flags > 31 || error.len() > ERROR_BYTES_MAX {
+        if flags > 15 || error.len() > ERROR_BYTES_MAX {
             return None;
         }
         Some(StepEnd {
@@ -123,7 +110,6 @@ impl StepEnd {
             committed: u64::from_le_bytes(*committed),
             given_up: u64::from_le_bytes(*given_up),
             held: u64::from_le_bytes(*held).checked_sub(1),
-            took,
             write_error: std::str::from_utf8(error).ok()?.to_string(),
         })
     }
@@ -145,21 +131,11 @@ mod tests {
             written: 40,
             committed: u64::MAX,
             given_up: 20,
-            took: None,
             write_error: "no space left".to_string(),
         };
         let bytes = end.encode();
         assert_eq!(StepEnd::decode(1, &bytes), Ok(end.clone()));
-        // Whoever tries nothing says what releases before said.
         assert_eq!(bytes.len(), HEAD_BYTES + end.write_error.len());
-        for took in [0, u32::MAX] {
-            let end = StepEnd { took: Some(took), ..end.clone() };
-            let bytes = end.encode();
-            assert_eq!(StepEnd::decode(1, &bytes), Ok(end));
-            for len in 0..HEAD_BYTES + TIME_BYTES {
-                assert!(StepEnd::decode(1, &bytes[..len]).is_err(), "{len} bytes were taken");
-            }
-        }
         for held in [None, Some(0)] {
             let end = StepEnd { held, ..StepEnd::default() };
             assert_eq!(StepEnd::decode(0, &end.encode()).expect("its own").held, held);

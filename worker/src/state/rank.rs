@@ -7,7 +7,7 @@
 //! ```
 //! Stored floats are fp32 whatever the precision of training, and fp64 of fp64 jobs.
 
-use moejob_kernels::{DType, Strided};
+use moejob_kernels::{DType, Pages, Strided};
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
@@ -78,8 +78,8 @@ pub trait RankState {
     /// master that it holds and does not own it gives the weight that is computed with.
     fn read(&mut self, part: Part, index: usize, elements: Range<u64>, into: &mut [u8]);
 
-    /// [`RankState::read`] of all `pieces`.
-    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>);
+    /// [`RankState::read`] of all `pieces`, whose `pages` stay mapped or leave.
+    fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>, pages: Pages);
 
     /// Sets elements that this rank needs. With a master goes the weight that is computed with;
     /// where a rank holds and does not own, it may keep the weight alone.

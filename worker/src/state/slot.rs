@@ -17,12 +17,13 @@ use crate::gang::memory::Mapping;
 use crate::state::copy::threads_for;
 use crate::state::farewell::{Farewell, Tell};
 use moejob_kernels::cuda::{CudaError, Gpu, Registered};
+use moejob_kernels::Pages;
 use moejob_kernels::threads::begin;
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::fstat;
 use std::io;
-use std::ops::{Deref, Range};
+use std::ops::Deref;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -51,8 +52,6 @@ pub(super) const GONE: u32 = 3;
 
 /// Threads that let pages go beside the steps.
 const REST_THREADS_BESIDE: usize = 2;
-/// Threads that map the pages of one window, or let them go, while another one is copied.
-const WINDOW_THREADS: usize = 4;
 
 /// How long a checksum that is still being made is waited for, and how many more bytes a second are
 /// summed at least: a shard is as large as the model makes it.
@@ -153,22 +152,6 @@ impl Slot {
         if self.1 == Maker::Elsewhere {
             let _ = self.0.rest(REST_THREADS_BESIDE);
         }
-    }
-
-    /// Maps the pages of some of its bytes: without it they come one by one.
-    pub(super) fn map(&self, bytes: Range<usize>) {
-        let _ = self.0.populate_within(self.pages(bytes), WINDOW_THREADS);
-    }
-
-    /// Lets them go, which changes no byte.
-    pub(super) fn unmap(&self, bytes: Range<usize>) {
-        let _ = self.0.rest_within(self.pages(bytes), WINDOW_THREADS);
-    }
-
-    /// Where the pages of some bytes lie in the mapping.
-    fn pages(&self, bytes: Range<usize>) -> Range<usize> {
-        let (start, end) = (BYTES + bytes.start, BYTES + bytes.end);
-        start / BYTES * BYTES..end.next_multiple_of(BYTES).min(self.0.len())
     }
 
     /// Has the driver of `gpu` copy here without a detour, for as long as there is the slot.
@@ -415,8 +398,8 @@ pub struct Filling {
     slot: Arc<Slot>,
     /// Whoever makes checksums here.
     sums: Option<Sums>,
-    /// So many of its bytes are to be mapped at once; none: all may be.
-    window: Option<usize>,
+    /// What becomes of its pages once they are written.
+    pages: Pages,
 }
 
 impl Filling {
@@ -431,21 +414,19 @@ impl Filling {
         slot.0.word(SHARD).store(label.shard, Ordering::SeqCst);
         slot.0.long(STEP).store(label.step, Ordering::SeqCst);
         slot.set_loss_scale(None);
-        Some(Filling { slot: Arc::clone(slot), sums, window: None })
+        Some(Filling { slot: Arc::clone(slot), sums, pages: Pages::Stay })
     }
 
-    /// The same, of whose bytes so many are to be mapped at once: an engine that is killed has all
+    /// The same, of whose pages this process maps few at a time: an engine that is killed has all
     /// that it maps to take apart before its device is free.
-    pub(super) fn by_windows(mut self, window: Option<usize>) -> Filling {
-        self.window = window;
+    pub(super) fn with_few_pages(mut self, few: bool) -> Filling {
+        self.pages = if few { Pages::Leave } else { Pages::Stay };
         self
     }
 
-    /// Its bytes; and if few are to be mapped at once, how many, and the slot whose pages are
-    /// mapped while they are written, and let go of behind that.
-    pub(super) fn windows(&mut self) -> (&mut [u8], Option<(usize, Arc<Slot>)>) {
-        let slot = self.window.map(|window| (window, Arc::clone(&self.slot)));
-        (self.bytes_mut(), slot)
+    /// What becomes of its pages once they are written.
+    pub(super) fn pages(&self) -> Pages {
+        self.pages
     }
 
     /// A device can copy into it by itself.

@@ -280,7 +280,7 @@ impl Memory {
             Some((Filling::take(slot, label, self.0.sums())?, Arc::clone(slot)))
         });
         if let Some((filling, slot)) = taken {
-            return Ok(Some(filling.by_windows(self.window(&slot))));
+            return Ok(Some(filling.with_few_pages(self.rests(&slot))));
         }
         let slot = Arc::new(Slot::new(len)?.telling(self.0.announce.clone()));
         let filling = Filling::take(&slot, label, self.0.sums());
@@ -288,7 +288,7 @@ impl Memory {
         if let Some(announce) = &self.0.announce {
             announce(OfSlot::Made(&slot));
         }
-        Ok(filling.map(|filling| filling.by_windows(self.window(&slot))))
+        Ok(filling.map(|filling| filling.with_few_pages(self.rests(&slot))))
     }
 
     /// Makes what a snapshot of `shards` (each with its bytes) will need and does not find, and has
@@ -326,11 +326,6 @@ impl Memory {
     fn rests(&self, slot: &Slot) -> bool {
         let large = slot.bytes_len() >= self.0.rests.load(Ordering::Relaxed);
         self.0.announce.is_some() && large && !slot.is_pinned()
-    }
-
-    /// How much of a slot is mapped at once while it is filled, if not all.
-    fn window(&self, slot: &Slot) -> Option<usize> {
-        self.rests(slot).then(|| self.0.rests.load(Ordering::Relaxed))
     }
 
     /// From how many bytes on a slot is large. For tests, whose states are small.

@@ -11,14 +11,12 @@ use crate::state::rank::{
 };
 use crate::state::slot::{Filling, Slot};
 use crate::state::slots::Memory;
-use moejob_kernels::Strided;
-use moejob_kernels::threads::{Work, begin};
+use moejob_kernels::{Pages, Strided};
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use moejob_protocol::owners::Owners;
 use moejob_protocol::slices::Cut;
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -152,8 +150,7 @@ pub fn cut_into(state: &mut impl RankState, bytes: &mut [u8]) -> Result<(), Devi
     state.finish()
 }
 
-/// [`cut_into`] of a slot. Of a large one few pages are mapped at once: those of the next window
-/// come, and those of the last one go, while one is copied.
+/// [`cut_into`] of a slot.
 ///
 /// # Errors
 /// The device failed: the bytes say nothing.
@@ -161,43 +158,16 @@ pub fn cut_into_slot(
     state: &mut impl RankState,
     filling: &mut Filling,
 ) -> Result<(), DeviceError> {
-    let (bytes, slot) = filling.windows();
-    let Some((window, slot)) = slot else { return cut_into(state, bytes) };
-    let slot = &slot;
-    let mut windows: VecDeque<(Range<usize>, Vec<Piece>)> = VecDeque::new();
-    let mut at = 0;
-    for piece in pieces(&state.table(), bytes) {
-        let end = at + piece.3.len();
-        match windows.back_mut().filter(|(of, _)| of.len() < window) {
-            Some((of, pieces)) => {
-                of.end = end;
-                pieces.push(piece);
-            }
-            None => windows.push_back((at..end, vec![piece])),
-        }
-        at = end;
-    }
-    std::thread::scope(|scope| {
-        if let Some((first, _)) = windows.front() {
-            slot.map(first.clone());
-        }
-        while let Some((of, pieces)) = windows.pop_front() {
-            let next = windows.front().map(|(next, _)| next.clone());
-            let coming = next.map(|next| begin(scope, move || slot.map(next)));
-            state.read_all(pieces);
-            // Mapping does not panic.
-            coming.map(Work::join);
-            // The page that two windows share comes back when it is touched.
-            begin(scope, move || slot.unmap(of));
-        }
-    });
+    let pages = filling.pages();
+    let pieces = pieces(&state.table(), filling.bytes_mut());
+    state.read_all(pieces, pages);
     state.finish()
 }
 
 /// The same of a device that may put the copying off: the bytes count once it was waited for.
 pub fn begin_cut_into(state: &mut impl RankState, bytes: &mut [u8]) {
     let pieces = pieces(&state.table(), bytes);
-    state.read_all(pieces);
+    state.read_all(pieces, Pages::Stay);
 }
 
 /// A part of a parameter, and where it goes.

@@ -83,7 +83,8 @@ pub fn training() -> TrainingConfig {
         max_grad_norm: 1.0,
         seed: 3,
         recompute: Recompute::None,
-        compute: Compute::default(),
+        // As a job in fp32 has it, so that no bit depends on the number of ranks.
+        compute: Compute { combine_each: true, ..Compute::default() },
     }
 }
 
@@ -180,7 +181,6 @@ impl Job {
             ranks: 1,
             exchange: Default::default(),
             overlap_degree: 1,
-            ways: vec![],
             threads: 1,
         };
         Job { folder, config }
@@ -478,4 +478,18 @@ pub fn run_until(
         end
     });
     (vec![end], reports)
+}
+
+/// The gradient of the parameter at `index`, as far as it is summed; one rank holds everything.
+pub fn gradient(model: &moe_worker::engine::model::Model, index: usize) -> Vec<f64> {
+    use moejob_kernels::{DType, Pair};
+    let buffer = model.bucket_gradient(index).expect("one rank holds everything");
+    match buffer.dtype() {
+        DType::F64 => model.device.read_vec(buffer),
+        DType::Pair => {
+            model.device.read_vec::<Pair>(buffer).into_iter().map(|pair| pair.high).collect()
+        }
+        DType::F32 => model.device.read_vec::<f32>(buffer).into_iter().map(f64::from).collect(),
+        other => panic!("gradients of {other:?}"),
+    }
 }

@@ -1,5 +1,5 @@
-//! The places that compute a model, beside each other: a tree of leaves and buckets on this
-//! processor, and a GPU where there is one.
+//! The devices that compute a model, beside each other: this processor, and a GPU where there is
+//! one.
 #![allow(dead_code)]
 
 use super::common::made::Made;
@@ -14,11 +14,10 @@ use moejob_protocol::memory::{Shape, Types};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{ModelConfig, QkNorm};
 
-/// Which code computes, and on what.
+/// What computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Where {
-    Tree,
-    Buckets,
+    Processor,
     Gpu,
 }
 
@@ -61,14 +60,11 @@ pub fn engine_shaped(
     let threads = std::thread::available_parallelism().map_or(2, usize::from).min(8);
     let (device, backend) = match on {
         Where::Gpu => (Device::cuda(0, 0).expect("a GPU"), Backend::Cuda),
-        _ => (Device::cpu(threads, 0).expect("threads"), Backend::Cpu),
+        Where::Processor => (Device::cpu(threads, 0).expect("threads"), Backend::Cpu),
     };
     training.compute.backend = backend;
     let micro_batches = training.global_batch_size / training.micro_batch_size;
-    let mut types = match on {
-        Where::Tree => Types::of(&training, micro_batches),
-        _ => Types::buckets(&training, micro_batches),
-    };
+    let mut types = Types::of(&training, micro_batches);
     change(&mut types);
     let mut shape = Shape::with_types(model, &layout, 0, &training, types);
     reshape(&mut shape);
@@ -103,10 +99,9 @@ pub fn has_gpu() -> bool {
     found
 }
 
-/// The places that are compared with the tree.
+/// What is compared with this processor.
 pub fn places() -> Vec<Where> {
-    let gpu = has_gpu().then_some(Where::Gpu);
-    [Where::Buckets].into_iter().chain(gpu).collect()
+    has_gpu().then_some(Where::Gpu).into_iter().collect()
 }
 
 pub fn apart(a: f64, b: f64) -> f64 {

@@ -193,17 +193,14 @@ pub struct ParallelismSpec {
     /// number go on with any other. Default: 1.
     #[schemars(extend("enum" = moejob_protocol::slices::SLICES))]
     pub expert_slices: Option<u32>,
-    /// How tokens travel to their experts: flat, hierarchical (in two stages, within nodes and
-    /// between them), or auto: on processors what is estimated to be faster, until the first steps
-    /// have measured both, and no bit depends on it; on GPUs flat, since sums are rounded in
-    /// another order. Default: auto.
+    /// How tokens travel to their experts between GPUs: flat, hierarchical (in two stages, within
+    /// nodes and between them), or auto, which is flat, since sums are rounded in another order.
+    /// Processors send each row to those that need it, whatever this says. Default: auto.
     pub exchange: Option<ExchangeName>,
-    /// In how many chunks the tokens of a micro-batch travel to experts of other ranks: 1, 2, 4, or
-    /// auto. With several, some travel while experts compute another one. On processors no bit
-    /// depends on it; on GPUs gradients of experts are added up chunk by chunk, which rounds them
-    /// otherwise. With auto it is 1 on GPUs, and on processors unless the plan expects a layer to
-    /// be at least 5% faster, by what the profile says of links and products. Where the plan has
-    /// several on processors, the first steps measure whether 1 is faster. Default: auto.
+    /// In how many chunks the tokens of a micro-batch travel to experts of other GPUs: 1, 2, 4, or
+    /// auto, which is 1. With several, some travel while experts compute another one, and gradients
+    /// of experts are added up chunk by chunk, which rounds them otherwise. On processors it has no
+    /// effect. Default: auto.
     pub overlap_degree: Option<OverlapDegree>,
     /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
     /// same, and sums over experts are not rounded before they are added; bf16, of precision fp32
@@ -223,11 +220,11 @@ pub struct ParallelismSpec {
     /// Ranks that share the layers (pp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub pipeline: Option<u32>,
-    /// What of dense parameters (all but experts and vectors) a GPU keeps of its own share alone,
+    /// What of dense parameters (all but experts and vectors) a rank keeps of its own share alone,
     /// by the stages of ZeRO: 1, the optimizer's state; 2, gradients, too; 3, weights, too, which
-    /// are gathered ahead of each use. Each stage takes less memory and sends more. With several
-    /// micro-batches of a rank in a step, 2 and 3 add up gradients in another order than 1.
-    /// Processors have 1. Default: 1.
+    /// are gathered ahead of each use. Each stage takes less memory and sends more. In precisions
+    /// other than fp32, with several micro-batches of a rank in a step, 2 and 3 add up gradients in
+    /// another order than 1. Default: 1.
     #[schemars(range(min = 1, max = 3))]
     pub zero: Option<u32>,
 }

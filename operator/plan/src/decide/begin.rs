@@ -167,17 +167,12 @@ impl<'o> Planner<'o> {
                 address: worker.address.clone().unwrap_or_default(),
             })
             .collect();
-        // Workers that may be of another release are told no hash, and may not know ways: those
-        // before refuse a field that they do not know.
-        let of_this_release = !observed.template.checkpoint.spec_hash.is_empty();
-        let ways = if of_this_release { size.ways.clone() } else { Vec::new() };
         let mut config = WorkerConfig {
             attempt,
             rank: None,
             layout: size.layout.clone(),
             exchange: size.exchange,
             overlap_degree: size.overlap_degree,
-            ways,
             members: each_rank(&members, ranks),
             resume,
             ..observed.template.clone()

@@ -178,7 +178,6 @@ impl JobLoop {
             EventKind::DataDegraded => self.event(true, "DataDegraded", message, now),
             EventKind::DataRecovered => self.event(false, "DataRecovered", message, now),
             EventKind::AttemptsClaimed => self.event(false, "EarlierJob", message, now),
-            EventKind::ExchangeChosen => self.event(false, "ExchangeChosen", message, now),
             _ if event.reason == "Found" => {
                 let note = format!("the storage has {message}: it is resumed from");
                 self.event(false, "CheckpointFound", note, now);

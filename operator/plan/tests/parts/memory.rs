@@ -34,7 +34,7 @@ fn a_plan_counts_what_recompute_spares() {
 /// On processors, where it lies on the host anyway, it is the same job.
 #[test]
 fn state_on_the_host_is_room_on_the_device() {
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     let of = |nodes: &str, training: &str| {
         let job = job(nodes, training);
         let host = placement::host_memory(&job, &layout);
@@ -58,7 +58,7 @@ fn stages_of_zero_spare_what_is_planned() {
     const ENDS: u64 = 50_304 * 2048;
     const LAYER: u64 = 4 * 2048 * 2048;
     const ALL: u64 = 2 * ENDS + 16 * LAYER;
-    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8));
     let dense = |zero: Zero, name: &str| {
         let mut job = job("profile: gpu, devicesPerNode: 8", ", microBatchSize: 128");
         job.training.compute.zero = zero;
@@ -74,7 +74,7 @@ fn stages_of_zero_spare_what_is_planned() {
         assert_eq!(bytes.map(|less| bytes[0] - less), stages.map(|of| of * spared), "{name}");
     }
     // One rank has everything.
-    let alone = Layout::contiguous(Mesh::data_parallel(1, 1)).by_buckets();
+    let alone = Layout::contiguous(Mesh::data_parallel(1, 1));
     let parts = |zero: Zero| {
         let mut job = job("profile: gpu", "");
         job.training.compute.zero = zero;
@@ -86,7 +86,7 @@ fn stages_of_zero_spare_what_is_planned() {
 /// The estimate of a cluster's GPUs is no further from what is planned in stage 3.
 #[test]
 fn the_estimate_of_a_cluster_knows_the_stages() {
-    let layout = Layout::contiguous(Mesh::data_parallel(8, 8)).by_buckets();
+    let layout = Layout::contiguous(Mesh::data_parallel(8, 8));
     let of = |nodes: &str, zero: Zero| {
         let mut job = job(nodes, ", microBatchSize: 128");
         job.training.compute.zero = zero;

@@ -192,14 +192,6 @@ fn a_record_at_a_bound_is_read_and_one_beyond_it_is_not() {
     };
     none(found(&|record| record.layouts = vec![(1, wide(most + 1))]));
     none(found(&|record| record.layouts = vec![(2, wide(2)), (1, wide(0))]));
-    // One list of experts a rank, in each layer.
-    let explicit = |ranks: usize| {
-        let placement = Placement::Explicit(vec![vec![vec![0]; 2], vec![vec![0]; ranks]]);
-        Layout { placement, ..wide(2) }
-    };
-    assert_eq!(found(&|record| record.layouts = vec![(1, explicit(2))]), Ok(()));
-    none(found(&|record| record.layouts = vec![(1, explicit(3))]));
-
     let sizes = |found: Result<(), String>| {
         assert!(found.is_err_and(|error| error.contains("members of different sizes")));
     };
@@ -304,10 +296,9 @@ fn what_is_not_understood_is_refused_by_name() {
     }
     // A gang that no leader could have made.
     type Damage = fn(&mut Gang);
-    let damages: [(Damage, &str); 5] = [
+    let damages: [(Damage, &str); 4] = [
         (|gang| gang.layout.mesh.dp = 0, "layout"),
         (|gang| gang.layout.mesh.dp = 1 << 20, "layout"),
-        (|gang| gang.layout.placement = Placement::Explicit(vec![vec![vec![0]]]), "layout"),
         (|gang| gang.layout.placement = Placement::Ordered(vec![vec![0, 2, 2]]), "layout"),
         (|gang| gang.members = vec![gang.members[0].clone(); 3], "members"),
     ];

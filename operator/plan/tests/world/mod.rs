@@ -20,7 +20,7 @@ use moejob_plan::preflight::Checked;
 use moejob_plan::record::{self, Saved};
 use moejob_plan::track::{Happening, Tracker};
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::{Exchange, Resume, Way, WorkerConfig};
+use moejob_protocol::config::{Exchange, Resume, WorkerConfig};
 use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::{Layout, Mesh};
 use crate::said::{committed, hello, step_report};
@@ -83,12 +83,8 @@ impl World {
                         _ => Exchange::Flat,
                     };
                     let overlap_degree = 1 + nodes % 2;
-                    let ways = [exchange, Exchange::Flat];
-                    let ways = ways.map(|exchange| Way { exchange, chunks: overlap_degree });
-                    // Some gangs have nothing to try.
-                    let ways = if nodes % 2 == 0 { ways.to_vec() } else { Vec::new() };
                     let layout = Layout::contiguous(mesh);
-                    Size { nodes, layout, exchange, overlap_degree, ways }
+                    Size { nodes, layout, exchange, overlap_degree }
                 })
                 .collect()
         };
@@ -205,7 +201,6 @@ impl World {
                 let size = sizes.iter().find(|size| size.layout == config.layout);
                 assert_eq!(Some(config.exchange), size.map(|size| size.exchange));
                 assert_eq!(Some(config.overlap_degree), size.map(|size| size.overlap_degree));
-                assert_eq!(Some(&config.ways), size.map(|size| &size.ways));
                 let step = config.resume.step();
                 self.gangs.entry(config.attempt).or_insert(GangTruth {
                     step,

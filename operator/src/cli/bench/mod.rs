@@ -145,7 +145,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     if !devices::divides(ep, devices) {
         return Err(Refused(2, format!("--expert-parallel {ep} does not divide {devices} devices")));
     }
-    let layout = placement::layout(&job, devices, ep);
+    let layout = placement::layout(devices, ep);
     let planned = placement::memory(&job, &layout, 0);
     let planned = planned.committed - memory::kept(&planned);
     let places = Places {

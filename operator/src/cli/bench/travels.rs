@@ -117,7 +117,7 @@ mod tests {
             CommunicationReport { exposed_seconds, ..CommunicationReport::default() }
         };
         let job = moejob_manifest::identity::least();
-        let layout = moejob_plan::placement::layout(&job, 1, 1);
+        let layout = moejob_plan::placement::layout(1, 1);
         let told = |looks: &[f64]| {
             let looks = looks.iter().copied().map(look).collect();
             Travels::new(looks, (&job, &layout), "none").median.map(|of| of.exposed_seconds)

@@ -5,11 +5,10 @@ mod fused;
 mod router;
 
 use super::{
-    Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Fused, Gated, Gradients, Head, Layer,
-    LayerCache, Moe, MoeScratch, Numbers, Order, QkNormBuffers, Router, Routes, STAGE_ELEMENTS,
-    Scratch, State, Travel, Whole, WideBalance,
+    Batch, Bucket, Buffers, CONTROL_NUMBERS, Cache, Fused, Gated, Head, Layer, LayerCache, Numbers,
+    QkNormBuffers, STAGE_ELEMENTS, Scratch, Whole, WideBalance,
 };
-use crate::memory::{Kind, PARAM_NUMBERS, Planner, RECORD_NUMBERS, Rows, STATISTICS, Shape, Sums};
+use crate::memory::{Kind, Masters, PARAM_NUMBERS, Planner, RECORD_NUMBERS, Rows, STATISTICS, Shape};
 use crate::model::{AuxLossScope, ModelConfig, QkNorm};
 
 impl<B: Copy> Buffers<B> {
@@ -17,8 +16,6 @@ impl<B: Copy> Buffers<B> {
     where
         P: Planner<Buffer = B>,
     {
-        let state = State::plan(shape, planner);
-        let gradients = Gradients::plan(shape, planner);
         let buckets = shape.buckets.iter().map(|of| Bucket::plan(shape, of, planner)).collect();
         let whole = Whole::plan(shape, planner);
         let numbers = Numbers::plan(model, shape, planner);
@@ -38,8 +35,6 @@ impl<B: Copy> Buffers<B> {
         let cache = (shape.cached > 0).then(|| plan.cache());
         Buffers {
             cache,
-            state,
-            gradients,
             buckets,
             whole,
             numbers,
@@ -48,40 +43,6 @@ impl<B: Copy> Buffers<B> {
             head,
             scratch,
         }
-    }
-}
-
-impl<B: Copy> State<B> {
-    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> State<B> {
-        let (flats, tree) = (&shape.flats, shape.types.sums == Sums::Tree);
-        let mut float = |name, len| {
-            planner.part(name);
-            let len = if tree { len } else { 0 };
-            planner.alloc(shape.types.element, Rows::Fixed(len), 1)
-        };
-        State {
-            dense: float("weights", flats.dense.len),
-            experts: float("weights", flats.experts.len),
-            moment1: float("moments", flats.owned.len),
-            moment2: float("moments", flats.owned.len),
-        }
-    }
-}
-
-impl<B: Copy> Gradients<B> {
-    fn plan(shape: &Shape, planner: &mut impl Planner<Buffer = B>) -> Gradients<B> {
-        planner.part("gradients");
-        let (flats, float) = (&shape.flats, shape.types.element);
-        if shape.types.sums == Sums::Buckets {
-            let inbox = planner.alloc(float, Rows::Fixed(0), 1);
-            return Gradients { dense: Vec::new(), experts: Vec::new(), inbox };
-        }
-        let mut float = |len| planner.alloc(float, Rows::Fixed(len), 1);
-        let dense = (0..shape.dense_depth).map(|_| float(flats.dense.len)).collect();
-        let source = |depth: &usize| (0..*depth).map(|_| float(flats.experts.len)).collect();
-        let experts = shape.expert_depths.iter().map(source).collect();
-        let inbox = float(shape.inbox);
-        Gradients { dense, experts, inbox }
     }
 }
 
@@ -95,25 +56,19 @@ impl<B: Copy> Numbers<B> {
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let numbers = &shape.numbers;
         let (params, reduced) = (doubles(PARAM_NUMBERS), doubles(numbers.reduced));
-        let tree = shape.types.sums == Sums::Tree;
-        let (parts, record) = match tree {
-            true => (numbers.parts.iter().sum(), 0),
-            false => (RECORD_NUMBERS * u64::from(shape.micro_batches), RECORD_NUMBERS),
-        };
+        let record = RECORD_NUMBERS;
+        let parts = record * u64::from(shape.micro_batches);
         let (parts, record, records) = (doubles(parts), doubles(record), doubles(record));
         let control = doubles(CONTROL_NUMBERS);
         let loss_scale =
             shape.types.scaled.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
         let target_scale = shape.masked.then(|| planner.alloc(Kind::F32, Rows::Fixed(1), 1));
-        let pairs = shape.on_cpu && !tree;
-        let squares = pairs.then(|| planner.alloc(Kind::Pair, Rows::Fixed(1), 1));
+        let squares = shape.on_cpu.then(|| planner.alloc(Kind::Pair, Rows::Fixed(1), 1));
         let mut doubles = |len| planner.alloc(Kind::F64, Rows::Fixed(len), 1);
         let width = numbers.loads * STATISTICS;
         let lens = match model.router.aux_loss_scope {
             AuxLossScope::Global => Some([u64::from(shape.micro_batches) * width, width]),
-            AuxLossScope::Hf if !tree => {
-                Some([width, STATISTICS * u64::from(model.experts.count)])
-            }
+            AuxLossScope::Hf => Some([width, STATISTICS * u64::from(model.experts.count)]),
             _ => None,
         };
         let balance = lens.filter(|_| width > 0).map(|lens| {
@@ -201,14 +156,8 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let (t, d) = (self.shape.tokens, u64::from(self.model.hidden_size));
         let before = shared[0].clone();
         let input = if begins { self.floats(t, d) } else { before.input };
-        let with_experts = shared.iter().find_map(|layer| layer.moe.clone());
-        let mixture = self.model.is_moe_layer(layer);
-        let moe = (mixture && !self.is_fused()).then(|| match with_experts {
-            Some(moe) => self.moe_again(moe),
-            None => self.moe(None),
-        });
         let before_fused = shared.iter().find_map(|layer| layer.fused.clone());
-        let fused = (mixture && self.is_fused()).then(|| match before_fused {
+        let fused = self.model.is_moe_layer(layer).then(|| match before_fused {
             Some(fused) => fused,
             None => self.fused(None),
         });
@@ -217,7 +166,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             let before = shared.iter().find_map(|layer| layer.dense.clone());
             before.unwrap_or_else(|| self.gated(width))
         });
-        Layer { input, norm2, moe, fused, dense, ..before }
+        Layer { input, norm2, fused, dense, ..before }
     }
 
     /// Width of the memory of a layer's dense part: the widest one's where layers share it.
@@ -229,37 +178,19 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         if shares { widest } else { Some(own) }
     }
 
-    /// Counts are those of all layers at the end of forward; tables are the layer's own.
-    fn moe_again(&mut self, before: Moe<B>) -> Moe<B> {
-        let (e, computed) = (u64::from(self.model.experts.count), self.model.slices().count);
-        let (sources, computed) = (self.shape.expert_parallel, u64::from(computed));
-        let routes = before.routes.clone().map(|routes| Routes {
-            owner: self.words(computed, 1),
-            local: self.words(computed, 1),
-            order: self.words(computed, 1),
-            first: self.words(sources + 1, 1),
-            ..routes
-        });
-        let (counts, prob_sums) = (self.words(e, 1), self.doubles(e));
-        Moe { router: Router { counts, prob_sums, ..before.router }, routes, ..before }
-    }
-
     /// Some of the memory of earlier layers may be used again.
     fn layer(&mut self, layer: u32, earlier: &[Layer<B>]) -> Layer<B> {
         let recompute = self.shape.recompute;
         let first = earlier.first().filter(|_| recompute.drops_norms());
         let drops = recompute.drops_hidden();
-        let mut hidden = earlier.iter().filter_map(|layer| layer.moe.as_ref()).filter(|_| drops);
-        let shared = hidden.next().map(|moe| [moe.h, moe.a]);
         let mut hidden = earlier.iter().filter_map(|layer| layer.fused.as_ref()).filter(|_| drops);
-        let shared_fused = hidden.next().map(|fused| [fused.h, fused.a]);
+        let shared = hidden.next().map(|fused| [fused.h, fused.a]);
         let (t, model) = (self.shape.tokens, self.model);
         let d = u64::from(model.hidden_size);
         let (q, kv) = (u64::from(model.q_size()), u64::from(model.kv_size()));
-        let moe = model.is_moe_layer(layer);
         let normed = first.filter(|_| model.qk_norm != QkNorm::None);
         let width = self.kept_width(layer);
-        let fused = (moe && self.is_fused()).then(|| self.fused(shared_fused));
+        let fused = model.is_moe_layer(layer).then(|| self.fused(shared));
         Layer {
             input: self.floats(t, d),
             norm1: first.map_or_else(|| self.floats(t, d), |first| first.norm1),
@@ -274,7 +205,6 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             mid: self.floats(t, d),
             norm2: self.norm2(fused.as_ref(), if recompute.drops_norms() { earlier } else { &[] }),
             rstd2: self.statistics(t, 1),
-            moe: (moe && !self.is_fused()).then(|| self.moe(shared)),
             fused,
             dense: width.map(|width| self.gated(width)),
         }
@@ -332,41 +262,6 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         }
     }
 
-    /// `shared`: hidden rows that are computed again.
-    fn moe(&mut self, shared: Option<[B; 2]>) -> Moe<B> {
-        let t = self.shape.tokens;
-        let (sources, chunks) = (self.shape.expert_parallel, self.shape.chunks);
-        let d = u64::from(self.model.hidden_size);
-        let gate = !self.model.router.is_plain();
-        let router = self.router(1, gate);
-        // From here on of slices.
-        let slices = self.model.slices();
-        let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
-        Moe {
-            router,
-            slices: (slices.each > 1).then(|| [self.words(t, k), self.floats(t, k)]),
-            offsets: self.words(e + 1, 1),
-            rows: self.words(t, k),
-            pos: self.words(t, k),
-            segments: self.words(e * sources + 1, chunks),
-            row_index: self.planner.alloc(Kind::U32, Rows::Routed, 1),
-            row_weights: self.routed(1),
-            routes: (sources > 1).then(|| Routes {
-                owner: self.words(e, 1),
-                local: self.words(e, 1),
-                order: self.words(e, 1),
-                first: self.words(sources + 1, 1),
-                tokens: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
-                arrived: self.words(sources + 1, chunks),
-                leaving: self.words(t, k),
-                departures: self.words(sources + 1, chunks),
-                returns: self.words(sources + 1, chunks),
-            }),
-            h: shared.map_or_else(|| self.routed(2 * f), |shared| shared[0]),
-            a: shared.map_or_else(|| self.routed(f), |shared| shared[1]),
-        }
-    }
-
     fn head(&mut self) -> Head<B> {
         let t = self.shape.tokens;
         let d = u64::from(self.model.hidden_size);
@@ -386,8 +281,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let layers = 0..model.num_hidden_layers;
         let moe = layers.clone().any(|layer| model.is_moe_layer(layer));
         let dense = layers.filter_map(|layer| self.dense_width(layer)).max();
-        let spread = (moe && self.is_fused() && self.shape.expert_parallel > 1)
-            .then(|| self.spread_scratch());
+        let spread = (moe && self.shares_out()).then(|| self.spread_scratch());
         Scratch {
             // The gradient of a mixture's outputs leaves from where it is.
             dx: match &spread {
@@ -401,45 +295,16 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dv: self.floats(t, kv),
             dq_raw: raw.then(|| self.floats(t, q)),
             dk_raw: raw.then(|| self.floats(t, kv)),
-            moe: (moe && !self.is_fused()).then(|| self.moe_scratch()),
-            router: (moe && !(self.is_fused() && self.model.router.is_of_one_op()))
-                .then(|| self.router_scratch()),
+            router: (moe && !self.model.router.is_of_one_op()).then(|| self.router_scratch()),
             dense: dense.map(|width| self.gated(width)),
             spread,
             workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
             stage: {
-                let len = if self.is_fused() { STAGE_ELEMENTS } else { 0 };
+                let as_stored =
+                    self.shape.types.masters == Masters::Weights && !self.shape.offloads;
+                let len = if self.shape.on_cpu && as_stored { 0 } else { STAGE_ELEMENTS };
                 self.planner.alloc(self.shape.types.vector, Rows::Fixed(len), 1)
             },
-        }
-    }
-
-    fn moe_scratch(&mut self) -> MoeScratch<B> {
-        let (t, slices) = (self.shape.tokens, self.model.slices());
-        let [e, k, f] = [slices.count, slices.slots, slices.width].map(u64::from);
-        let d = u64::from(self.model.hidden_size);
-        MoeScratch {
-            counts: self.words(e, 1),
-            ids: self.words(t, k),
-            slice_dweights: (slices.each > 1).then(|| self.floats(t, k)),
-            y: self.routed(d),
-            ds: self.routed(1),
-            dh: self.routed(2 * f),
-            a_scaled: self.routed(f),
-            travel: (self.shape.expert_parallel > 1).then(|| Travel {
-                all_ids: self.words(self.shape.expert_parallel * t, k),
-                all_weights: self.floats(self.shape.expert_parallel * t, k),
-                slots: self.planner.alloc(Kind::U32, Rows::Routed, 1),
-                leaving: self.floats(t * k, d),
-                dy: self.planner.alloc(self.shape.types.element, Rows::Arrived, d),
-                returned: self.floats(t * k, d),
-                ds: self.floats(t, k),
-                order: (self.shape.chunks > 1).then(|| Order {
-                    offsets: self.words(e * self.shape.expert_parallel + 1, 1),
-                    rows: self.planner.alloc(Kind::U32, Rows::Routed, 1),
-                    tokens: self.planner.alloc(Kind::U32, Rows::Routed, 1),
-                }),
-            }),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a rank needs, counted part by part.
 
 use super::*;
+use crate::buckets::sizes;
 
 /// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
 /// checkpoint every `checkpoint_steps` is a snapshot of its own only where none is taken for
@@ -127,10 +128,7 @@ impl<'a> Count<'a> {
     fn host(&mut self, model: &ModelConfig, layout: &Layout, rank: u32, shares: bool) {
         let shape = self.shape;
         let world = u64::from(layout.mesh.world());
-        let mut shards = match layout.division {
-            Division::Tensors => shape.shares.elements.clone(),
-            Division::Buckets => elements_of_chunks(model, layout),
-        };
+        let mut shards = elements_of_chunks(model, layout);
         // Weight and two moments.
         shards.iter_mut().for_each(|shard| *shard *= 3 * shape.float_bytes);
         let shard = shards.swap_remove(rank as usize);
@@ -142,14 +140,13 @@ impl<'a> Count<'a> {
         } else {
             self.add("checkpoint", shard);
         }
-        let float = shape.float_bytes;
-        let weights = (shape.flats.dense.len + shape.flats.experts.len) * float;
-        let exchange = weights.min(EXCHANGE_BYTES_MAX) * 2;
+        // Sums and weights of buckets are copied on their way, out and in, so many at once.
+        let gradient = shape.types.summed(shape.types.gradient).bytes();
+        let weights: u64 = shape.buckets.iter().map(|bucket| bucket.len).sum();
+        let sums = weights.saturating_mul(gradient).min(EXCHANGE_BYTES_MAX) * 2;
         let rows = shape.balanced.arrived.saturating_add(shape.balanced.routed);
-        let rows = rows.saturating_mul(u64::from(model.hidden_size) * float);
-        // What a thread beside the ops sends and gets is its own.
-        let rows = if shape.chunks > 1 { rows.saturating_mul(2) } else { rows };
-        let staging = if world > 1 { exchange.max(rows) } else { 0 };
+        let row = u64::from(model.hidden_size) * shape.float_bytes;
+        let staging = if world > 1 { sums.max(rows.saturating_mul(row)) } else { 0 };
         self.add("exchange", staging.saturating_add(pipe_bytes(world)));
         self.add("process", PROCESS_BYTES);
     }
@@ -179,7 +176,6 @@ impl Planner for Count<'_> {
         let (balanced, worst) = match rows {
             Rows::Fixed(rows) => (rows, rows),
             Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),
-            Rows::Arrived => (self.shape.balanced.arrived, self.shape.worst.arrived),
         };
         let even = bytes(balanced);
         let worst = bytes(worst.max(balanced));
@@ -236,13 +232,13 @@ pub fn host_memory(shard: u64, ranks: u64, world: u64, offloaded: &[Part]) -> Ve
     parts
 }
 
-/// What every rank owns where buckets are divided.
+/// Elements of what every rank owns, with what its chunks of buckets have beyond parameters.
 fn elements_of_chunks(model: &ModelConfig, layout: &Layout) -> Vec<u64> {
-    let owners = Owners::new(model, layout);
+    let holders = Holders::new(model, layout);
     let mut elements = vec![0; layout.mesh.world() as usize];
-    for (index, param) in model.params().iter().enumerate() {
-        for (rank, run) in owners.runs(index, param) {
-            elements[rank as usize] += run.end - run.start;
+    for bucket in sizes(model, &holders) {
+        for rank in bucket.holders {
+            elements[*rank as usize] += bucket.chunk_len();
         }
     }
     elements

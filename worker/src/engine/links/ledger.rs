@@ -64,7 +64,7 @@ impl Sent {
 impl Links {
     /// From now on it is written down what verbs send, and they are timed.
     pub(crate) fn look(&mut self, device: &mut Device) {
-        let asked = self.gang.world() > 1;
+        let asked = self.comm.world() > 1;
         let before = self.window_rows();
         self.ledger = Ledger { asked, sent: Sent { before, ..Sent::default() } };
         device.time_stretches(asked);
@@ -112,7 +112,7 @@ impl Links {
         if !self.ledger.asked {
             return 0;
         }
-        let me = self.gang.rank();
+        let me = self.comm.rank();
         let chunks = all.iter().filter_map(|shared| Some((shared, shared.chunks(me)?)));
         chunks.map(|(of, chunks)| ring_bytes(of.holders.len(), chunks.own().bytes())).sum()
     }

@@ -92,7 +92,7 @@ impl Links {
 
 /// The rows of tokens of `source` for which `holder` has an expert.
 fn needed(ids: &[u32], need: &Need, (source, holder): (usize, usize)) -> Vec<usize> {
-    if need.present >> source & 1 == 0 {
+    if source >= need.present {
         return Vec::new();
     }
     let (first, count) = need.experts[holder];
@@ -136,8 +136,7 @@ pub(super) fn check_nothing_else(cpu: &CpuDevice, me: usize, need: &Need, part: 
     let ranks = need.experts.len();
     let width = part.len() / (ranks * need.tokens);
     let ids = cpu.slice::<u32>(need.ids);
-    let present = (0..ranks).filter(|source| need.present >> source & 1 == 1);
-    for row in present.flat_map(|source| others(ids, need, (source, me))) {
+    for row in (0..need.present).flat_map(|source| others(ids, need, (source, me))) {
         let bytes = part.slice(row * width, width).reinterpret(DType::U8);
         assert!(cpu.slice::<u8>(bytes).iter().all(|byte| *byte == 0), "row {row} adds to it");
     }

@@ -264,7 +264,7 @@ impl Links {
     /// # Errors
     /// A peer is lost.
     pub(crate) fn open_windows(&mut self, device: &Device, near: &Near) -> Result<bool, CommError> {
-        self.windows = Windows::open(self.gang.comm(), device, near)?;
+        self.windows = Windows::open(&mut self.comm, device, near)?;
         Ok(self.windows.is_some())
     }
 
@@ -389,8 +389,7 @@ fn row_bytes(need: &Need, rows: Buffer) -> usize {
 fn tokens_of_others(need: &Need, me: usize) -> usize {
     let positions = need.experts.len() / need.nodes;
     let is_other = |rank: &usize| rank % positions != me;
-    let ranks = (0..need.experts.len()).filter(|rank| need.present >> rank & 1 == 1);
-    ranks.filter(is_other).count() * need.tokens
+    (0..need.present).filter(is_other).count() * need.tokens
 }
 
 /// What every rank says, by rank; none for what is not understood.

@@ -287,7 +287,7 @@ mod tests {
                 tokens: TOKENS,
                 top_k: TOP_K,
                 ids,
-                present: (1 << ranks) - 1,
+                present: ranks,
                 experts: (0..ranks as u32).map(|position| (position, 1)).collect(),
                 nodes: rails.map_or(1, |rails| rails.nodes),
                 node: rails.map_or(0, |rails| rails.node(me)),

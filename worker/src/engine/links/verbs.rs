@@ -9,16 +9,6 @@ use moejob_kernels::{Buffer, Device};
 use moejob_protocol::communication::{Link, Verb, all_reduce_bytes, ring_bytes};
 
 impl Links {
-    /// Every rank's part of a vector to all: `parts` by rank, the own one among them.
-    pub(crate) fn gather(&mut self, device: &mut Device, parts: &[Buffer]) {
-        let me = self.gang.rank();
-        let others = || (0..self.world()).filter(|rank| *rank != me);
-        let sends: Vec<Parcel> = others().map(|to| (to, vec![parts[me as usize]])).collect();
-        let receives: Vec<Parcel> =
-            others().map(|from| (from, vec![parts[from as usize]])).collect();
-        self.exchange_as(Verb::AllGather, device, &sends, &receives);
-    }
-
     /// Of each buffer the sum over its holders, chunk by chunk: each holder has its own chunk's in
     /// place afterwards, the others' are undefined. All ranks name the same holders in the same
     /// order.
@@ -144,7 +134,7 @@ impl Links {
             Way::Carried(carried) => carried.exchange(device, comm, sends, receives),
         });
         if self.is_looked_at() {
-            let me = self.gang.rank();
+            let me = self.comm.rank();
             let others = sends.iter().filter(|(rank, _)| *rank != me);
             let parts = others.flat_map(|(_, parts)| parts);
             let bytes = parts.map(|part| part.bytes() as u64).sum();

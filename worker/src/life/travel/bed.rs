@@ -71,7 +71,7 @@ impl Bed {
             tokens,
             top_k,
             ids: self.ids.slice(0, top_k * tokens * top_k),
-            present: (1 << self.world) - 1,
+            present: self.world as usize,
             experts: (0..self.world).map(|rank| (rank, 1)).collect(),
             nodes: 1,
             node: 0,

@@ -1,5 +1,6 @@
 use super::*;
 use crate::state::slot::{BYTES, CHECKSUM_CHUNK};
+use moejob_kernels::Pages;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 
@@ -181,21 +182,20 @@ fn of_a_large_slot_what_is_not_being_filled_is_not_mapped() {
     memory.prepare(&[(0, LEN)], &AtomicBool::new(false));
     let prepared = Arc::downgrade(&memory.slots()[0]);
     let mut filling = fill(&memory, 1, 10, 0, LEN);
-    let (bytes, slot) = filling.windows();
-    let (window, slot) = slot.expect("it is large");
-    assert_eq!(window, RESTS);
-    assert!(Weak::ptr_eq(&Arc::downgrade(&slot), &prepared), "the one that was prepared");
+    let slot = prepared.upgrade().expect("it was prepared");
+    assert_eq!(filling.pages(), Pages::Leave, "it is large");
     assert!(mapped(&slot) < FEW, "it was only reserved");
-    slot.map(0..LEN / 2);
+    let bytes = filling.bytes_mut();
+    Pages::come(&mut bytes[..LEN / 2]);
     assert!((LEN / 2..LEN / 2 + FEW).contains(&mapped(&slot)));
     bytes.iter_mut().zip(0..).for_each(|(byte, at)| *byte = (at % 251) as u8);
-    slot.unmap(0..LEN / 2);
+    Pages::Leave.settle(&mut bytes[..LEN / 2]);
     assert!(mapped(&slot) < LEN / 2 + FEW);
-    slot.unmap(LEN / 2..LEN);
+    Pages::Leave.settle(&mut bytes[LEN / 2..]);
     assert!(mapped(&slot) < FEW);
     assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == (at % 251) as u8));
-    let small = Memory::default();
-    assert!(fill(&small, 1, 10, 0, LEN).windows().1.is_none(), "who stays may map all of it");
+    let filling = fill(&Memory::default(), 1, 10, 0, LEN);
+    assert_eq!(filling.pages(), Pages::Stay, "who stays may map all of it");
 }
 
 #[test]

@@ -2,12 +2,12 @@
 
 use super::Plan;
 use crate::buffers::{Fused, Spread, SpreadScratch};
-use crate::memory::{Kind, Planner, Rows, Sums};
+use crate::memory::{Kind, Planner, Rows};
 
 impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
-    /// The mixture layers are one op each.
-    pub(super) fn is_fused(&self) -> bool {
-        self.shape.types.sums == Sums::Buckets
+    /// Rows of experts are those of a group's ranks, or of slices.
+    pub(super) fn shares_out(&self) -> bool {
+        self.shape.expert_parallel > 1 || self.model.slices().each > 1
     }
 
     /// Where a CPU computes what a GPU does, its op keeps scores and A, too. `shared`: hidden rows
@@ -34,7 +34,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             row_weights: self.statistics(t, k),
             segment_counts: self.words(segments, e),
             router_halves: self.floats(halves * e, d),
-            spread: (self.shape.expert_parallel > 1).then(|| self.spread()),
+            spread: self.shares_out().then(|| self.spread()),
         }
     }
 

@@ -51,11 +51,10 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
     pub(super) fn router_scratch(&mut self) -> RouterScratch<B> {
         let t = self.shape.tokens;
         let [e, k] = [self.model.experts.count, self.model.slots()].map(u64::from);
-        let gate = self.is_fused() || !self.model.router.is_plain();
         RouterScratch {
             dlogits: self.statistics(t, e),
             dweights: self.statistics(t, k),
-            gate: gate.then(|| self.gate_scratch()),
+            gate: self.gate_scratch(),
         }
     }
 
