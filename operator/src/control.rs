@@ -11,19 +11,21 @@
 mod pace;
 
 use moe_worker::gang::tls::{public_key, server_name};
-use moe_worker::life::control::{FrameError, read_frame, write_frame};
+use moe_worker::life::control::{FrameError, decode, read_bytes, read_frame, write_frame};
 use moe_worker::failure::chain;
 use moejob_identity::authority::{Authority, AuthorityError, requested_key};
 use moejob_identity::{ReviewError, Reviewer, is_same};
 use moejob_plan::lead::{Ending, Link, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
-use moejob_protocol::message::{CONTROL_VERSIONS, FRAME_BYTES_MAX, Frame, HEARTBEAT_MS, Hello};
+use moejob_protocol::message::{
+    CONTROL_VERSIONS, FRAME_BYTES_MAX, Frame, GANG_RANKS_MAX, HEARTBEAT_MS, Hello,
+};
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use pace::Pace;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
@@ -96,6 +98,9 @@ enum StreamError {
     OtherKey,
     #[error("it did not begin with Hello")]
     Order,
+    /// What is too much, as `Up::excess` names it.
+    #[error("its frame has more than it can have: {0}")]
+    Excess(String),
     #[error("its stream")]
     Frame(#[from] FrameError),
 }
@@ -103,6 +108,10 @@ enum StreamError {
 impl StreamError {
     fn ending(&self) -> Ending {
         match self {
+            // On another stream it would say the same.
+            StreamError::Excess(_) | StreamError::Frame(FrameError::Length { .. }) => {
+                Ending::Refused
+            }
             StreamError::Refused(_) => Ending::Refused,
             StreamError::Protocol => Ending::Unspoken,
             StreamError::Review(ReviewError::Slow | ReviewError::Api(_)) => Ending::Unjudged,
@@ -125,6 +134,8 @@ pub struct Leader {
     sender: mpsc::Sender<Told>,
     /// Of all its streams.
     pace: Pace,
+    /// Ranks that the job can have: what its workers tell of is held against it.
+    ranks: Arc<AtomicU32>,
 }
 
 /// What is to be written on a stream.
@@ -173,6 +184,7 @@ impl Leader {
             text: None,
             sender,
             pace: Pace::default(),
+            ranks: Arc::new(AtomicU32::new(GANG_RANKS_MAX)),
         }
     }
 
@@ -186,6 +198,7 @@ impl Leader {
             Link::Send { name, attempt, body } => self.send(&name, attempt, body),
             Link::Configure { name, rank, config } => self.configure(&name, rank, &config),
             Link::HeartbeatTimeout(timeout) => self.heartbeat_timeout = timeout,
+            Link::Ranks(ranks) => self.ranks.store(ranks, Ordering::Relaxed),
         }
     }
 
@@ -205,6 +218,7 @@ impl Leader {
             verifier,
             again,
             pace: self.pace.clone(),
+            ranks: Arc::clone(&self.ranks),
             authority: Arc::clone(&self.authority),
             job_uid: self.job_uid.clone(),
             heartbeat_timeout: self.heartbeat_timeout,
@@ -295,6 +309,7 @@ struct Attendant {
     verifier: Verifier,
     again: bool,
     pace: Pace,
+    ranks: Arc<AtomicU32>,
     authority: Arc<Authority>,
     job_uid: String,
     heartbeat_timeout: Duration,
@@ -383,7 +398,7 @@ impl Attendant {
         write_frame(&mut stream, &self.frame(Down::Heartbeat)).await?;
         let silence = Duration::from_millis(HELLO_MS_MAX);
         let frame: Frame<Up> = read_frame(&mut stream, silence).await?;
-        let Up::Hello(hello) = frame.body else { return Err(StreamError::Order) };
+        let Up::Hello(hello) = self.taken(frame.body)? else { return Err(StreamError::Order) };
         let certificates = stream.get_ref().1.peer_certificates();
         let key = certificates.and_then(<[_]>::first).and_then(public_key);
         self.check(&hello, key)?;
@@ -436,13 +451,24 @@ impl Attendant {
         Ok(())
     }
 
+    /// What a worker says, without what no leader uses.
+    fn taken(&self, mut up: Up) -> Result<Up, StreamError> {
+        up.cut();
+        match up.excess(self.ranks.load(Ordering::Relaxed)) {
+            Some(excess) => Err(StreamError::Excess(excess)),
+            None => Ok(up),
+        }
+    }
+
     async fn read(&self, mut from: ReadHalf<TlsStream<TcpStream>>) -> Result<(), StreamError> {
         let (mut silent, mut own) = (false, pace::Allowance::of_stream());
         loop {
-            match read_frame(&mut from, self.heartbeat_timeout).await {
-                Ok(Frame { attempt, body: up, .. }) => {
+            match read_bytes::<Up>(&mut from, self.heartbeat_timeout).await {
+                Ok(bytes) => {
                     silent = false;
-                    self.pace.admit(&mut own).await;
+                    self.pace.admit(&mut own, bytes.len()).await;
+                    let Frame { attempt, body, .. } = decode(&bytes)?;
+                    let up = self.taken(body)?;
                     self.tell(LeaderEvent::Up { attempt, up }).await;
                 }
                 Err(FrameError::Silent { .. }) if silent => {}
@@ -525,7 +551,7 @@ async fn write_configure(
     );
     let length = head.len() + text.len() + 2;
     if length > FRAME_BYTES_MAX {
-        return Err(FrameError::Length { length });
+        return Err(FrameError::Length { length, most: FRAME_BYTES_MAX });
     }
     to.write_all(&(length as u32).to_le_bytes()).await?;
     to.write_all(head.as_bytes()).await?;

@@ -6,10 +6,12 @@ use gang::{Gang, JOB, PATIENCE, Streams, Worker, config, start};
 use moejob::control::{LeaderEvent, Verifier};
 use moe_worker::gang::tls::{Trust, WorkerKey, server_name};
 use moejob_identity::authority::{Authority, new_pem};
-use moejob_plan::lead::Ending;
-use moejob_protocol::message::{LeftReason, Request, alpn};
+use moe_worker::life::control::read_frame;
+use moejob_plan::lead::{Ending, Link};
+use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request, alpn};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -303,4 +305,72 @@ async fn a_member_proves_itself_to_the_next_leader_by_its_leaf() {
     // It goes on, and is told so by the leader that it believes now.
     let steps = |event: &LeaderEvent| matches!(event, LeaderEvent::Up { attempt: 1, .. });
     assert!(steps(&timeout(PATIENCE, next.next()).await.expect("it speaks").1));
+}
+
+/// A worker of any image answers with a proof that is right, and says then what none can have: its
+/// stream ends, and the reason names what was too much.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frame_with_more_than_a_worker_can_have_ends_its_stream() {
+    let held = |steps: u64, shard: u32| -> Vec<Held> {
+        let one = |step| Held { attempt: 1, step, shards: vec![shard] };
+        (0..steps).map(one).collect()
+    };
+    let left = |held: Vec<Held>| Up::Left { reason: LeftReason::Asked, held };
+    let long = Up::Failed { exit_code: 1, message: "x".repeat(200 << 10), step: None };
+    let many = "its frame has more than it can have: snapshots in its memory: 2000, and no \
+                worker has more than 64";
+    let foreign = "its frame has more than it can have: the snapshot of step 0 of attempt 1 has \
+                   shard 4, and the job 4 ranks at most";
+    for (says, expected) in [
+        (left(held(2_000, 0)), many),
+        (left(held(1, 4)), foreign),
+        (long, "its stream: a frame of 204875 bytes; allowed are 1 to 131072"),
+        (left(held(64, 3)), "heard"),
+    ] {
+        let authority = Authority::new().expect("an authority");
+        let trust = Trust::from_pem(authority.certificate_pem()).expect("its certificate");
+        let address = any_image(&trust, says).await;
+        let mut leader = Streams::new(authority, "secret", 3_000);
+        leader.execute(Link::Ranks(4), |_| unreachable!("nobody is dialled"));
+        leader.dial("w1", &address);
+        let mut next = async || timeout(PATIENCE, leader.next()).await.expect("an answer").1;
+        assert!(matches!(next().await, LeaderEvent::Opened(_)));
+        let found = match next().await {
+            LeaderEvent::Up { .. } => "heard".to_string(),
+            LeaderEvent::Ended { why: Ending::Refused, reason } => reason,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(found, expected);
+    }
+}
+
+/// The address of a worker that proves itself, and then says that.
+async fn any_image(trust: &Trust, says: Up) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    let key = WorkerKey::generate().expect("a key");
+    let acceptor = TlsAcceptor::from(key.control_server(trust).expect("a server"));
+    tokio::spawn(async move {
+        let (tcp, _) = listener.accept().await.expect("a leader");
+        let mut stream = acceptor.accept(tcp).await.expect("TLS");
+        let first: Frame<Down> = read_frame(&mut stream, PATIENCE).await.expect("a heartbeat");
+        let hello = Up::Hello(Hello {
+            version: 1,
+            worker: "w1".to_string(),
+            token: "secret".to_string(),
+            signing_request: key.signing_request.clone(),
+            ..Hello::default()
+        });
+        for body in [hello, says] {
+            // Without the bounds that an honest worker holds to.
+            let frame = Frame { v: first.v, term: first.term, attempt: 1, body };
+            let text = serde_json::to_vec(&frame).expect("JSON");
+            let length = (text.len() as u32).to_le_bytes();
+            stream.write_all(&[&length[..], &text].concat()).await.expect("it is sent");
+            stream.flush().await.expect("it is sent");
+        }
+        // What the leader says meanwhile nobody reads.
+        std::future::pending::<()>().await;
+    });
+    address
 }

@@ -387,6 +387,14 @@ impl Observed {
         self.record.gang.as_ref().filter(|gang| gang.ended.is_none())
     }
 
+    /// Ranks that the job has at most, of now or of gangs whose snapshots may still be held.
+    pub fn ranks_max(&self) -> u32 {
+        let sizes = self.wanted.sizes.iter().map(|size| &size.layout);
+        let earlier = self.record.layouts.iter().map(|(_, layout)| layout);
+        let layouts = sizes.chain(earlier).chain(self.record.gang.iter().map(|gang| &gang.layout));
+        layouts.map(|layout| layout.mesh.world()).max().unwrap_or(0)
+    }
+
     pub fn layout_of(&self, attempt: u32) -> Option<&Layout> {
         let of_gang = self.record.gang.iter().map(|gang| (gang.attempt, &gang.layout));
         let earlier = self.record.layouts.iter().map(|(attempt, layout)| (*attempt, layout));

@@ -13,11 +13,10 @@ pub struct Seats {
 
 impl Seats {
     /// A rank of this attempt has told.
-    pub fn heard(&mut self, attempt: u32, mut seated: Seated) {
+    pub fn heard(&mut self, attempt: u32, seated: Seated) {
         if self.attempt != attempt {
             *self = Seats { attempt, ..Seats::default() };
         }
-        seated.bound();
         self.told.insert(seated.rank, seated);
     }
 

@@ -12,6 +12,7 @@
 //! Zero x passes of a round --Turns--> which dense buckets are whole, where and when         zero
 //! WorkerConfig (down), Up (up), Down (down)                       config, message, preflight,
 //!                                                                         pair, links
+//! Up --cut(), excess()--> what a leader takes of it                       bounds
 //! CheckpointManifest                                                      checkpoint
 //! what cannot be changed of a job --> the hashes that tie checkpoints to it    canonical
 //! model x training x ranks that share experts --> sizes that kernels refuse   kernel_sizes
@@ -45,6 +46,7 @@ pub mod links;
 pub mod communication;
 pub mod seat;
 pub mod message;
+pub mod bounds;
 pub mod cpus;
 pub mod pod;
 pub mod topology;

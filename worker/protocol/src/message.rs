@@ -10,6 +10,7 @@ use crate::pair::{PairAnswer, PairOrder};
 use crate::preflight::{Answer, Order};
 use crate::seat::Seated;
 use crate::report::{Event, StepReport};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Versions of the control stream that this build speaks, the newest first. Both sides name them
@@ -39,8 +40,25 @@ pub fn alpn(versions: &[u32]) -> Vec<Vec<u8>> {
     versions.iter().map(|of| format!("{ALPN_CONTROL_PREFIX}{of}").into_bytes()).collect()
 }
 
-/// A longer control frame is refused before it is read.
+/// A longer frame of a leader is refused before it is read.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
+
+/// What one side of the control stream says.
+pub trait FrameBody: Serialize + DeserializeOwned {
+    /// A longer frame of this side is refused before it is read.
+    const BYTES_MAX: usize;
+}
+
+impl FrameBody for Down {
+    const BYTES_MAX: usize = FRAME_BYTES_MAX;
+}
+
+/// A leader reads from thousands of workers, each of which may run any image. What a worker has to
+/// say is far shorter, see [`crate::bounds`].
+impl FrameBody for Up {
+    const BYTES_MAX: usize = 128 << 10;
+}
+
 /// Ranks that a gang has at most: a configuration names each of them in one frame, by the worker's
 /// uid, its node and its address. With the shortest names a cluster can have no more find room.
 pub const GANG_RANKS_MAX: u32 = (FRAME_BYTES_MAX / MEMBER_BYTES_MIN) as u32;

@@ -1,12 +1,13 @@
 //! Frames of the control stream, for both of its ends.
 //!
-//! A frame is a 4-byte little-endian length, at most 1 MiB, and that many bytes of JSON. What a
-//! header claims costs no memory: the buffer grows with the bytes that arrive.
+//! A frame is a 4-byte little-endian length, at most 1 MiB of a leader and 128 KiB of a worker, and
+//! that many bytes of JSON. What a header claims costs no memory: the buffer grows with the bytes
+//! that arrive.
 
 use moejob_protocol::PROTOCOL_VERSION;
-use moejob_protocol::message::{FRAME_BYTES_MAX, Frame};
+use moejob_protocol::message::{Frame, FrameBody};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use std::io;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -28,8 +29,8 @@ pub enum FrameError {
     Silent { ms: u128 },
     #[error("a frame was not complete after {FRAME_MS_MAX} ms")]
     Slow,
-    #[error("a frame of {length} bytes; allowed are 1 to {FRAME_BYTES_MAX}")]
-    Length { length: usize },
+    #[error("a frame of {length} bytes; allowed are 1 to {most}")]
+    Length { length: usize, most: usize },
     #[error("protocol version {found}, this side speaks {PROTOCOL_VERSION}")]
     Version { found: u32 },
     #[error("not a frame of this stream")]
@@ -51,10 +52,23 @@ impl From<io::Error> for FrameError {
 ///
 /// # Errors
 /// After any the stream is unusable.
-pub async fn read_frame<Body: DeserializeOwned>(
+pub async fn read_frame<Body: FrameBody>(
     stream: &mut (impl AsyncRead + Unpin),
     silence: Duration,
 ) -> Result<Frame<Body>, FrameError> {
+    decode(&read_bytes::<Body>(stream, silence).await?)
+}
+
+/// Reads the bytes of the next frame, for [`decode`]; the first must come within `silence`. Not
+/// cancel-safe.
+///
+/// # Errors
+/// After any but `Silent` the stream is unusable.
+pub async fn read_bytes<Body: FrameBody>(
+    stream: &mut (impl AsyncRead + Unpin),
+    silence: Duration,
+) -> Result<Vec<u8>, FrameError> {
+    let most = Body::BYTES_MAX;
     let mut length = [0; 4];
     let look = Duration::from_millis(SECOND_LOOK_MS).min(silence / 2);
     let first = match timeout(silence - look, stream.read(&mut length[..1])).await {
@@ -68,15 +82,15 @@ pub async fn read_frame<Body: DeserializeOwned>(
     let rest = async {
         stream.read_exact(&mut length[1..]).await?;
         let length = u32::from_le_bytes(length) as usize;
-        if length == 0 || length > FRAME_BYTES_MAX {
-            return Err(FrameError::Length { length });
+        if length == 0 || length > most {
+            return Err(FrameError::Length { length, most });
         }
         let mut bytes = Vec::new();
         stream.take(length as u64).read_to_end(&mut bytes).await?;
         if bytes.len() < length { Err(FrameError::Ended) } else { Ok(bytes) }
     };
     let bytes = timeout(Duration::from_millis(FRAME_MS_MAX), rest).await;
-    decode(&bytes.map_err(|_| FrameError::Slow)??)
+    bytes.map_err(|_| FrameError::Slow)?
 }
 
 /// # Errors
@@ -95,12 +109,12 @@ pub fn decode<Body: DeserializeOwned>(bytes: &[u8]) -> Result<Frame<Body>, Frame
 
 /// # Errors
 /// `Length` when the body is too large to be read by anybody.
-pub fn encode<Body: Serialize>(frame: &Frame<Body>) -> Result<Vec<u8>, FrameError> {
+pub fn encode<Body: FrameBody>(frame: &Frame<Body>) -> Result<Vec<u8>, FrameError> {
     let mut bytes = vec![0; 4];
     serde_json::to_writer(&mut bytes, frame)?;
     let length = bytes.len() - 4;
-    if length > FRAME_BYTES_MAX {
-        return Err(FrameError::Length { length });
+    if length > Body::BYTES_MAX {
+        return Err(FrameError::Length { length, most: Body::BYTES_MAX });
     }
     bytes[..4].copy_from_slice(&(length as u32).to_le_bytes());
     Ok(bytes)
@@ -110,7 +124,7 @@ pub fn encode<Body: Serialize>(frame: &Frame<Body>) -> Result<Vec<u8>, FrameErro
 ///
 /// # Errors
 /// See [`encode`]; `Io`.
-pub async fn write_frame<Body: Serialize>(
+pub async fn write_frame<Body: FrameBody>(
     stream: &mut (impl AsyncWrite + Unpin),
     frame: &Frame<Body>,
 ) -> Result<(), FrameError> {
@@ -121,7 +135,8 @@ pub async fn write_frame<Body: Serialize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moejob_protocol::Down;
+    use moejob_protocol::message::FRAME_BYTES_MAX;
+    use moejob_protocol::{Down, Up};
 
     /// What the worker's reader says to `bytes`, after which the stream ends.
     async fn read(bytes: &[u8]) -> String {
@@ -186,6 +201,19 @@ mod tests {
         });
         let error = read_frame::<Down>(&mut near, silence).await.expect_err("slow");
         assert_eq!(error.to_string(), "a frame was not complete after 5000 ms");
+    }
+
+    /// A leader reads little from a worker, whatever its image.
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_says_less_than_a_leader() {
+        let frame = |body| Frame { v: PROTOCOL_VERSION, term: 1, attempt: 1, body };
+        let long = frame(Up::Failed { exit_code: 1, message: "x".repeat(128 << 10), step: None });
+        let error = encode(&long).expect_err("too long");
+        assert!(matches!(error, FrameError::Length { most: 131_072, .. }), "{error}");
+        let header = (140_000u32).to_le_bytes();
+        let error = read_frame::<Up>(&mut &header[..], Duration::from_millis(50)).await;
+        let error = error.expect_err("too long").to_string();
+        assert_eq!(error, "a frame of 140000 bytes; allowed are 1 to 131072");
     }
 
     #[tokio::test]

@@ -13,7 +13,7 @@ use moejob_plan::observed::Node;
 use moejob_plan::record;
 use moejob_plan::launch::template;
 use moejob_protocol::config::TokenType;
-use moejob_protocol::message::{Down, FRAME_BYTES_MAX, Frame, Up};
+use moejob_protocol::message::{Down, Frame, FrameBody, Up};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -209,9 +209,9 @@ pub fn frames(input: &[u8]) -> String {
 
 fn control_frame<Body>(input: &[u8]) -> String
 where
-    Body: serde::Serialize + serde::de::DeserializeOwned + PartialEq + std::fmt::Debug,
+    Body: FrameBody + PartialEq + std::fmt::Debug,
 {
-    let input = &input[..input.len().min(FRAME_BYTES_MAX)];
+    let input = &input[..input.len().min(Body::BYTES_MAX)];
     let frame: Frame<Body> = match control::decode(input) {
         Ok(frame) => frame,
         Err(error) => return error.to_string(),

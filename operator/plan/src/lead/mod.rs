@@ -219,6 +219,8 @@ pub enum Link {
     /// A certificate for the attempt, then its configuration.
     Configure { name: String, rank: u32, config: Arc<WorkerConfig> },
     HeartbeatTimeout(Duration),
+    /// Ranks that the job can have, by its spec and by gangs whose snapshots may still be held.
+    Ranks(u32),
 }
 
 /// What the allocation is to remember of a node for this job.

@@ -146,6 +146,7 @@ impl JobLoop {
         observed.template = self.place.template(&job, &self.id.uid);
         let timeout = Duration::from_millis(job.recovery.heartbeat_timeout);
         self.effects.push(Effect::Link(Link::HeartbeatTimeout(timeout)));
+        self.effects.push(Effect::Link(Link::Ranks(observed.ranks_max())));
         self.spec.needs = Needs::of(&job);
         self.keep_machine(&job, now);
         self.spec.job = Some(Box::new(job));

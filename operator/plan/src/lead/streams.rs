@@ -15,7 +15,6 @@ use crate::track::Happening;
 use moejob_manifest::problem::printable;
 use moejob_protocol::message::{LeftReason, Up};
 use moejob_protocol::pair::{PairAnswer, PairSaid};
-use moejob_protocol::preflight::MEASURED_MAX;
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
 
 /// Of frames that wait: the newer one says all that the older one said.
@@ -306,7 +305,6 @@ fn words(said: &mut Said) -> Vec<&mut String> {
         Said::Up { up: Up::Preflight(answer), .. } => {
             let mut texts = vec![&mut answer.boot_id];
             if let Some(measured) = &mut answer.measured {
-                measured.truncate(MEASURED_MAX);
                 texts.extend(measured.iter_mut().flat_map(|one| one.texts()));
             }
             texts
@@ -314,13 +312,9 @@ fn words(said: &mut Said) -> Vec<&mut String> {
         Said::Up { up: Up::Pair(PairAnswer { said, .. }), .. } => match said {
             // It is passed on only where it is nothing but digits.
             PairSaid::Meets(_) => Vec::new(),
-            PairSaid::Measured(measured) => {
-                measured.truncate(MEASURED_MAX);
-                measured.iter_mut().flat_map(|one| one.texts()).collect()
-            }
+            PairSaid::Measured(all) => all.iter_mut().flat_map(|one| one.texts()).collect(),
         },
         Said::Up { up: Up::Seated(seated), .. } => {
-            seated.bound();
             seated.differences.iter_mut().chain([&mut seated.unknown]).collect()
         }
         Said::Up { up: Up::Built(built), .. } => vec![&mut built.version, &mut built.unknown],

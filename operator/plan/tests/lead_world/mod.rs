@@ -500,7 +500,7 @@ impl World {
                 self.members.insert(name.clone(), member);
                 format!("configure {name} as rank {rank} of attempt {}", config.attempt)
             }
-            Effect::Link(Link::HeartbeatTimeout(_)) => return,
+            Effect::Link(Link::HeartbeatTimeout(_) | Link::Ranks(_)) => return,
             Effect::Figures(figures) => return self.told.push(show::figures(&figures)),
             Effect::Recovered(recovery) => format!("recovered: {}", recovery.cause),
             Effect::Lost { name, node, cause } => format!("lost {name} on {node}: {cause}"),

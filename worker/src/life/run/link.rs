@@ -106,7 +106,8 @@ impl Link {
 
     /// # Errors
     /// Why the leader does not hear any more.
-    pub fn send(&self, term: u64, attempt: u32, body: Up) -> Result<(), String> {
+    pub fn send(&self, term: u64, attempt: u32, mut body: Up) -> Result<(), String> {
+        body.cut();
         // What was measured at a step is told whatever comes after it.
         let replaces = matches!(&body, Up::Step(report) if report.validation_loss.is_none());
         let frame = Frame { v: PROTOCOL_VERSION, term, attempt, body };
