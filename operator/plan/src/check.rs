@@ -8,7 +8,7 @@ use crate::decide::{Action, Plan, each_rank};
 use crate::observed::{Gang, Observed, Outcome, Worker, WorkerState};
 use crate::preflight::Checked;
 use moejob_protocol::config::{Resume, WorkerConfig};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Every rule that the plan breaks, one sentence each; none for a good plan.
 pub fn check(observed: &Observed, plan: &Plan) -> Vec<String> {
@@ -352,15 +352,19 @@ impl<'a> Checker<'a> {
                 });
                 let shards = sources.iter().map(|source| source.shard);
                 self.demand(shards.eq(0..layout.mesh.world()), || of("not each shard once"));
+                let members = gang.members.iter().map(|member| &member.worker);
+                let held = members.filter_map(|name| Some((name, observed.worker(name)?)));
+                let held: BTreeMap<&String, BTreeSet<u32>> = held
+                    .map(|(name, worker)| {
+                        let of = worker.held.iter();
+                        let of = of.filter(|of| (of.attempt, of.step) == (*attempt, *step));
+                        (name, of.flat_map(|of| of.shards.iter().copied()).collect())
+                    })
+                    .collect();
                 for source in sources {
-                    let sender = gang.member_of(source.from)
-                        .and_then(|member| observed.worker(&member.worker));
-                    let holds = sender.is_some_and(|worker| {
-                        worker.held.iter().any(|held| {
-                            (held.attempt, held.step) == (*attempt, *step)
-                                && held.shards.contains(&source.shard)
-                        })
-                    });
+                    let sender = gang.member_of(source.from);
+                    let shards = sender.and_then(|member| held.get(&member.worker));
+                    let holds = shards.is_some_and(|of| of.contains(&source.shard));
                     self.demand(holds, || of(&format!("rank {} lacks its shard", source.from)));
                 }
             }

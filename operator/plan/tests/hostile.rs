@@ -122,3 +122,24 @@ proptest! {
         }
     }
 }
+
+/// Two workers tell of a snapshot of each of 60,000 steps: whether any is whole is found by one
+/// walk over them. A walk for each took minutes, in which the loop answered nobody.
+#[test]
+#[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the test takes the time")]
+fn thousands_of_snapshots_are_looked_through_once() {
+    let mut world = World::default();
+    let script = "job min=2 max=2|grant n0 n1|written|written|pod a-a1-0 n0 running|\
+        pod a-a1-1 n1 running|open a-a1-0|open a-a1-1|written|step a-a1-0 1|written all";
+    for command in script.split('|') {
+        world.run(&command.split_whitespace().collect::<Vec<_>>());
+    }
+    let began = std::time::Instant::now();
+    for (worker, other) in [("a-a1-0", 1), ("a-a1-1", 0)] {
+        let held = (1..=60_000).map(|step| Held { attempt: 1, step, shards: vec![0] }).collect();
+        world.hear(worker, 1, Up::Left { reason: LeftReason::PeerLost { rank: other }, held });
+    }
+    let told = world.run(&["written", "all"]);
+    assert!(told.contains("record of attempt 2"), "{told}");
+    assert!(began.elapsed().as_secs() < 30, "{:?}", began.elapsed());
+}

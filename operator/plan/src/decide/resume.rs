@@ -39,17 +39,17 @@ pub(super) fn choose<'o>(
     });
     let stored = observed.stored.as_ref();
     let mut found = None;
-    for snapshot in snapshots(candidates) {
+    for (snapshot, mut holders) in snapshots(&preferred).into_iter().rev() {
         let Some(layout) = observed.layout_of(snapshot.attempt) else {
             continue;
         };
         // What the storage has as well is no reason to take another worker.
-        let from = match stored.map(|stored| stored.step.cmp(&snapshot.step)) {
+        match stored.map(|stored| stored.step.cmp(&snapshot.step)) {
             Some(std::cmp::Ordering::Greater) => break,
-            Some(std::cmp::Ordering::Equal) => &preferred[..count.min(preferred.len())],
-            _ => &preferred[..],
-        };
-        if let Some(holders) = cover(layout, snapshot, from, count) {
+            Some(std::cmp::Ordering::Equal) => drop(holders.split_off(&count)),
+            _ => {}
+        }
+        if let Some(holders) = cover(layout, holders, count) {
             found = Some((snapshot, layout, holders));
             break;
         }
@@ -114,12 +114,18 @@ fn seated<'o>(observed: &'o Observed, chosen: Vec<&'o Worker>) -> Vec<&'o Worker
     seats.into_iter().flatten().collect()
 }
 
-/// Newest first.
-fn snapshots(workers: &[&Worker]) -> impl Iterator<Item = Snapshot> {
-    let held = workers.iter().flat_map(|worker| &worker.held);
-    let all: BTreeSet<Snapshot> =
-        held.map(|held| Snapshot { step: held.step, attempt: held.attempt }).collect();
-    all.into_iter().rev()
+/// Of each snapshot the shards that workers hold, by the workers' places in the list. One walk over
+/// all that they hold: workers of hostile images tell of thousands of snapshots, each its own.
+fn snapshots(workers: &[&Worker]) -> BTreeMap<Snapshot, BTreeMap<usize, BTreeSet<u32>>> {
+    let mut all: BTreeMap<Snapshot, BTreeMap<usize, BTreeSet<u32>>> = BTreeMap::new();
+    for (index, worker) in workers.iter().enumerate() {
+        for held in &worker.held {
+            let snapshot = Snapshot { step: held.step, attempt: held.attempt };
+            let shards = all.entry(snapshot).or_default().entry(index).or_default();
+            shards.extend(&held.shards);
+        }
+    }
+    all
 }
 
 /// Shards of the snapshot that this worker holds.
@@ -130,23 +136,26 @@ fn shards(worker: &Worker, snapshot: Snapshot) -> BTreeSet<u32> {
 }
 
 /// At most `count` workers that hold every shard together: again and again the one that adds the
-/// most, of equals the preferred. Greedy, so it may miss a cover that is just small enough.
+/// most, of equals the preferred. Greedy, so it may miss a cover that is just small enough. `adds`
+/// has the shards that each of them holds, by its place.
 fn cover(
     layout: &Layout,
-    snapshot: Snapshot,
-    workers: &[&Worker],
+    mut adds: BTreeMap<usize, BTreeSet<u32>>,
     count: usize,
 ) -> Option<Vec<usize>> {
-    let mut missing: BTreeSet<u32> = (0..layout.mesh.world()).collect();
-    let mut adds: Vec<BTreeSet<u32>> =
-        workers.iter().map(|worker| shards(worker, snapshot)).collect();
-    adds.iter_mut().for_each(|of| of.retain(|shard| missing.contains(shard)));
+    let world = layout.mesh.world();
+    // Most snapshots that cannot be whole have too few shards to be looked at one by one.
+    if adds.values().map(BTreeSet::len).sum::<usize>() < world as usize {
+        return None;
+    }
+    adds.values_mut().for_each(|of| of.retain(|shard| *shard < world));
+    let mut missing: BTreeSet<u32> = (0..world).collect();
     let mut holders: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-    for (index, of) in adds.iter().enumerate() {
-        of.iter().for_each(|shard| holders.entry(*shard).or_default().push(index));
+    for (index, of) in &adds {
+        of.iter().for_each(|shard| holders.entry(*shard).or_default().push(*index));
     }
     // The last is the first of those that add the most.
-    let order = adds.iter().enumerate().map(|(index, of)| (of.len(), Reverse(index)));
+    let order = adds.iter().map(|(index, of)| (of.len(), Reverse(*index)));
     let mut order: BTreeSet<(usize, Reverse<usize>)> = order.collect();
     let mut taken = Vec::new();
     while !missing.is_empty() {
@@ -154,11 +163,12 @@ fn cover(
         if most == 0 || taken.len() == count {
             return None;
         }
-        for shard in std::mem::take(&mut adds[best]) {
+        for shard in adds.remove(&best).unwrap_or_default() {
             missing.remove(&shard);
             for index in &holders[&shard] {
-                let before = adds[*index].len();
-                if adds[*index].remove(&shard) {
+                let Some(of) = adds.get_mut(index) else { continue };
+                let before = of.len();
+                if of.remove(&shard) {
                     order.remove(&(before, Reverse(*index)));
                     order.insert((before - 1, Reverse(*index)));
                 }
