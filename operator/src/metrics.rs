@@ -4,6 +4,7 @@
 use crate::http::{self, Page, Place, Request};
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
+use moejob_manifest::problem::{printable, shorten};
 use moejob_plan::track::Recovery;
 use moejob_protocol::communication::{Link, Verb, VerbReport};
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,16 +12,24 @@ use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 
 /// Upper bounds in seconds.
 const RECONCILE_S: [f64; 8] = [0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
 const RECOVERY_S: [f64; 9] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0];
 
+/// For so long a kind of objects may not be heard of before the process is not ready: an API server
+/// that begins anew is away for less.
+const UNHEARD_MAX: Duration = Duration::from_secs(60);
+/// Of why it is not.
+const WHY_BYTES_MAX: usize = 300;
+
 #[derive(Default)]
 struct Inner {
     ready: bool,
+    /// Kinds of objects that are not heard of: since when, and why.
+    unheard: BTreeMap<&'static str, (Instant, String)>,
     /// Why this process must not lead, while it must not.
     unfit: Option<String>,
     leader: bool,
@@ -46,6 +55,19 @@ impl Metrics {
 
     pub fn set_ready(&self) {
         self.inner().ready = true;
+    }
+
+    /// A list or a watch of these objects has brought something.
+    pub fn heard(&self, kind: &'static str) {
+        self.inner().unheard.remove(kind);
+    }
+
+    /// A list or a watch of these objects has failed, and may have before.
+    pub fn unheard(&self, kind: &'static str, why: &str, now: Instant) {
+        let mut why = printable(why);
+        shorten(&mut why, WHY_BYTES_MAX);
+        let mut inner = self.inner();
+        inner.unheard.entry(kind).or_insert_with(|| (now, String::new())).1 = why;
     }
 
     /// Why it must not lead; a rolling update waits for it meanwhile.
@@ -150,14 +172,24 @@ impl Metrics {
                 unavailable("the loop does not answer")
             }
             ("GET", "/healthz") => ok(),
-            ("GET", "/readyz") => match (&inner.unfit, inner.ready) {
-                (Some(why), _) => unavailable(why),
-                (None, false) => unavailable("the cluster has not been listed yet"),
-                (None, true) => ok(),
+            ("GET", "/readyz") => match (&inner.unfit, inner.ready, inner.deaf()) {
+                (Some(why), ..) => unavailable(why),
+                (None, _, Some(why)) => unavailable(&why),
+                (None, false, None) => unavailable("the cluster has not been listed yet"),
+                (None, true, None) => ok(),
             },
             ("GET", _) => ("404 Not Found", "/healthz, /readyz\n".to_string()),
             _ => ("405 Method Not Allowed", "GET alone\n".to_string()),
         }
+    }
+}
+
+impl Inner {
+    /// Which objects have not been heard of for too long.
+    fn deaf(&self) -> Option<String> {
+        let mut all = self.unheard.iter().map(|(kind, (since, why))| (kind, since.elapsed(), why));
+        let (kind, seconds, why) = all.find(|(_, time, _)| *time >= UNHEARD_MAX)?;
+        Some(format!("{kind} have not been heard of for {} s: {why}", seconds.as_secs()))
     }
 }
 
@@ -357,6 +389,18 @@ mod tests {
         assert_eq!(ask("GET", "/readyz"), "503 the definition");
         assert_eq!(ask("GET", "/healthz"), "200 ok", "nothing is gained by another process");
         metrics.set_unfit(None);
+        assert_eq!(ask("GET", "/readyz"), "200 ok");
+        // A list that fails once is tried again; one that fails for a minute leaves it blind.
+        let now = Instant::now();
+        let ago = |seconds| now.checked_sub(Duration::from_secs(seconds)).expect("a time");
+        metrics.unheard("pods", "refused", ago(30));
+        assert_eq!(ask("GET", "/readyz"), "200 ok");
+        metrics.heard("pods");
+        metrics.unheard("pods", "refused", ago(75));
+        metrics.unheard("pods", "too \nlong", ago(1));
+        let unready = "503 pods have not been heard of for 75 s: too  long";
+        assert_eq!(ask("GET", "/readyz"), unready, "since the first of them");
+        metrics.heard("pods");
         assert_eq!(ask("GET", "/readyz"), "200 ok");
         assert!(ask("GET", "/metrics").starts_with("404"), "it is on a port of its own");
         assert!(ask("POST", "/healthz").starts_with("405"));

@@ -2,19 +2,24 @@
 //!
 //! ```text
 //! watch of MoeJobs, pods, nodes, PriorityClasses
-//!     -> reduce -> Change -> the controller's loop -> Cluster
+//!     -> bytes -> Sieve -> reduce -> Change -> the controller's loop -> Cluster
 //! ```
 //!
 //! What is not in these types is never kept: a foreign pod is a node, its requests and a phase.
+//! What nobody asks for is left out of the bytes before they are parsed, and so is what is too much
+//! of one object: it hinders the reading of no other.
 
+mod answers;
 mod cluster;
 mod light;
 mod relay;
 mod shared;
+mod sieve;
 
 pub use cluster::{Cluster, Taken};
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
+use crate::metrics::Metrics;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{
     self, ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
@@ -26,13 +31,13 @@ use kube::runtime::watcher::{self, watcher};
 use kube::{Client, ResourceExt};
 use light::LightPod;
 use moejob_identity::Keyring;
-use moejob_manifest::cost::TEXT_BYTES_MAX;
 use moejob_manifest::crd;
 use moejob_manifest::resources::Resources;
 use moejob_manifest::spec::MoeJob;
 use moejob_manifest::workspace::CONTAINER;
 use relay::{Lists, allowed, relay};
 use shared::Shared;
+use sieve::UNREAD;
 use moejob_plan::allocate::{ClusterNode, Taint, is_pause, unhealthy, unhealthy_label};
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, LABEL_JOB_UID};
@@ -123,6 +128,19 @@ pub enum Kind {
     Profiles,
 }
 
+impl Kind {
+    /// As people know them.
+    pub fn words(self) -> &'static str {
+        match self {
+            Kind::Jobs => "MoeJobs",
+            Kind::Pods => "pods",
+            Kind::Nodes => "nodes",
+            Kind::Classes => "PriorityClasses",
+            Kind::Profiles => "profiles",
+        }
+    }
+}
+
 /// How many there are.
 const KINDS: u32 = Kind::Profiles as u32 + 1;
 
@@ -135,17 +153,23 @@ pub fn key(namespace: &str, name: &str) -> Key {
 /// whoever called looks after them.
 ///
 /// A watch that has lost an event does not know it, and its object may never change again. So each
-/// kind is listed anew every so often (`lists`), one kind after the other.
+/// kind is listed anew every so often (`lists`), one kind after the other. A kind that is not heard
+/// of makes the process unready.
 pub fn follow(
     client: &Client,
     keyring: &Arc<Keyring>,
     namespace: &str,
-    lists: Duration,
+    (lists, metrics): (Duration, &Metrics),
     to: &mpsc::Sender<Change>,
 ) -> JoinSet<()> {
     let mut watches = JoinSet::new();
+    let client = &answers::sieved(client);
     let config = || watcher::Config::default().page_size(PAGE);
-    let times = |kind: Kind| Lists { first: lists * (kind as u32 + 1) / KINDS, every: lists };
+    let times = |kind: Kind| Lists {
+        first: lists * (kind as u32 + 1) / KINDS,
+        every: lists,
+        metrics: metrics.clone(),
+    };
     let resource = ApiResource::erase::<MoeJob>(&());
     let jobs: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
     let jobs = move || watcher(jobs.clone(), config().page_size(PAGE_JOBS));
@@ -156,7 +180,7 @@ pub fn follow(
     let keyring = Arc::clone(keyring);
     let pods = move || watcher(pods.clone(), config());
     let mut shared = Shared::default();
-    let reduce = move |pod: LightPod| pod_seen(pod.pod(), &keyring, &mut shared);
+    let reduce = move |pod: LightPod| pod_seen(pod, &keyring, &mut shared);
     watches.spawn(relay(Kind::Pods, pods, times(Kind::Pods), to.clone(), reduce, |pod| {
         (Arc::clone(&pod.key), Change::Pod(pod))
     }));
@@ -191,12 +215,6 @@ fn millis(time: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>) -
 
 fn job_seen(object: DynamicObject) -> JobSeen {
     let DynamicObject { metadata, mut data, .. } = object;
-    let mut spec = data["spec"].take();
-    let spec_bytes = text_bytes(&spec);
-    if spec_bytes > TEXT_BYTES_MAX {
-        // It will be refused by its length, and is not kept for that.
-        spec = serde_json::Value::Null;
-    }
     JobSeen {
         namespace: metadata.namespace.unwrap_or_default(),
         name: metadata.name.unwrap_or_default(),
@@ -205,32 +223,14 @@ fn job_seen(object: DynamicObject) -> JobSeen {
         resource_version: metadata.resource_version.unwrap_or_default(),
         created_at: millis(metadata.creation_timestamp.as_ref()).unwrap_or_default(),
         deleted: metadata.deletion_timestamp.is_some(),
-        spec,
-        spec_bytes,
+        spec: data["spec"].take(),
+        unread: data[UNREAD].as_str().map(str::to_string),
         status: data["status"].take(),
     }
 }
 
-/// Length of the value as JSON.
-fn text_bytes(value: &serde_json::Value) -> usize {
-    #[derive(Default)]
-    struct Count(usize);
-    impl std::io::Write for Count {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0 += bytes.len();
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-    let mut count = Count::default();
-    // What cannot be written is longer than anything.
-    serde_json::to_writer(&mut count, value).map_or(usize::MAX, |()| count.0)
-}
-
-fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
+fn pod_seen(pod: LightPod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
+    let (pod, unread) = pod.pod();
     let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
     let requests = shared.requests(requests(&pod));
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
@@ -247,6 +247,9 @@ fn pod_seen(pod: Pod, keyring: &Keyring, shared: &mut Shared) -> PodSeen {
     let image = own.and_then(|container| container.image.as_ref());
     let ours = claims.clone().filter(|_| job_uid.is_some_and(|uid| is_sealed(&uid)));
     let key = key(&namespace, &name);
+    if let Some(what) = unread {
+        shared.unread(&key, &what);
+    }
     let worker = ours.map(|owner| {
         let image = image.map(|image| shared.text(image));
         Box::new(worker_pod(&pod, node.clone(), image, (namespace, name), owner))
@@ -439,7 +442,7 @@ mod tests {
 
     pub(super) fn reduced(pod: serde_json::Value, keyring: &Keyring) -> PodSeen {
         let pod: LightPod = serde_json::from_value(pod).expect("a pod");
-        pod_seen(pod.pod(), keyring, &mut Shared::default())
+        pod_seen(pod, keyring, &mut Shared::default())
     }
 
     #[test]
@@ -469,19 +472,6 @@ mod tests {
         let expected = expected.map(|(name, amount)| (name.to_string(), amount));
         assert_eq!(*seen.requests, Resources(expected.into()));
         assert_eq!((seen.node.as_deref(), seen.finished), (Some("a"), false));
-    }
-
-    #[test]
-    fn a_spec_that_is_too_long_is_not_kept() {
-        let job = |length: usize| {
-            let object = json!({"apiVersion": "moejob.dev/v1alpha1", "kind": "MoeJob",
-                "metadata": {"name": "j"}, "spec": {"image": "x".repeat(length)}});
-            job_seen(serde_json::from_value(object).expect("an object"))
-        };
-        let short = job(100);
-        assert_eq!((short.spec_bytes, short.spec.is_null()), (112, false));
-        let long = job(TEXT_BYTES_MAX);
-        assert_eq!((long.spec_bytes, long.spec.is_null()), (TEXT_BYTES_MAX + 12, true));
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub mod eval;
 pub mod explain;
 pub mod generate;
 pub mod kernels;
+mod log_lines;
 mod machine;
 pub mod moe;
 pub mod plan;
@@ -208,7 +209,7 @@ fn start_logs(cli: &Cli) {
     let filter = tracing_subscriber::EnvFilter::new(filter);
     let colours = crate::cli::out::colours();
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours);
-    let logs = logs.with_writer(std::io::stderr);
+    let logs = logs.with_writer(log_lines::LogLines);
     if cli.json_logs {
         logs.json().init();
     } else {

@@ -130,6 +130,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let (order_sender, orders) = mpsc::channel(8);
     let (unfit_sender, mut unfit) = mpsc::channel(1);
     let lists = Duration::from_secs(args.list_every.into());
+    let lists = (lists, &metrics);
     let mut watches = observe::follow(&client, &keyring, &args.namespace, lists, &change_sender);
     let pulse = Pulse::default();
     metrics.watch(pulse.clone());

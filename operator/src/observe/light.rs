@@ -1,52 +1,26 @@
-//! A pod without the part of its metadata that nobody here asks for: who has set which field
-//! (`managedFields`) is most of a pod's text, and of the time that reading it takes.
+//! A pod as the sieve lets it through, and what was left out of it because it was too much.
 
 use k8s_openapi::api::core::v1::{Pod, PodSpec, PodStatus};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::NamespaceResourceScope;
 use kube::Resource;
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 
 #[derive(Clone, Debug, Deserialize)]
 pub struct LightPod {
-    #[serde(deserialize_with = "light")]
     metadata: ObjectMeta,
     spec: Option<PodSpec>,
     status: Option<PodStatus>,
+    unread: Option<String>,
 }
 
 impl LightPod {
-    pub fn pod(self) -> Pod {
-        let LightPod { metadata, spec, status } = self;
-        Pod { metadata, spec, status }
+    /// The pod, and what of it is not there.
+    pub fn pod(self) -> (Pod, Option<String>) {
+        let LightPod { metadata, spec, status, unread } = self;
+        (Pod { metadata, spec, status }, unread)
     }
-}
-
-fn light<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Meta {
-        name: Option<String>,
-        namespace: Option<String>,
-        uid: Option<String>,
-        resource_version: Option<String>,
-        labels: Option<BTreeMap<String, String>>,
-        annotations: Option<BTreeMap<String, String>>,
-        deletion_timestamp: Option<Time>,
-    }
-    let meta = Meta::deserialize(from)?;
-    Ok(ObjectMeta {
-        name: meta.name,
-        namespace: meta.namespace,
-        uid: meta.uid,
-        resource_version: meta.resource_version,
-        labels: meta.labels,
-        annotations: meta.annotations,
-        deletion_timestamp: meta.deletion_timestamp,
-        ..ObjectMeta::default()
-    })
 }
 
 impl Resource for LightPod {

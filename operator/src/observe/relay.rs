@@ -1,6 +1,7 @@
 //! One kind of the cluster's objects: its watches, one after the other, as changes.
 
 use super::{Change, Key, Kind};
+use crate::metrics::Metrics;
 use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::runtime::WatchStreamExt;
@@ -11,10 +12,11 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
-/// When a kind is listed anew though its watch goes on.
+/// When a kind is listed anew though its watch goes on, and who is told whether it is heard of.
 pub struct Lists {
     pub first: Duration,
     pub every: Duration,
+    pub metrics: Metrics,
 }
 
 /// Whoever gave the operator its rights before there were profiles has not given this one: then
@@ -70,9 +72,15 @@ pub async fn relay<K, Seen, Watch>(
             Ok(None) => return,
             Err(error) => {
                 tracing::warn!(?kind, %error, "watching goes on after a pause");
+                // Without the right to read them there are no profiles but those shipped.
+                if kind != Kind::Profiles {
+                    let now = std::time::Instant::now();
+                    lists.metrics.unheard(kind.words(), &error.to_string(), now);
+                }
                 continue;
             }
         };
+        lists.metrics.heard(kind.words());
         let mut changes = Vec::new();
         match event {
             watcher::Event::Init => listed = Some(HashSet::new()),
@@ -131,7 +139,8 @@ mod tests {
         count: usize,
     ) -> Vec<String> {
         let (to, mut changes) = mpsc::channel(16);
-        let lists = Lists { first, every: Duration::from_secs(3600) };
+        let metrics = Metrics::default();
+        let lists = Lists { first, every: Duration::from_secs(3600), metrics };
         let told = |name: &str| (Arc::from(name), Change::JobGone(Arc::from(name)));
         let following = relay(Kind::Nodes, watch, lists, to, |name: &'static str| name, told);
         let reading = async {

@@ -1,5 +1,6 @@
 //! What many pods have in common, kept once.
 
+use super::Key;
 use moejob_manifest::resources::Resources;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -10,12 +11,24 @@ pub(super) struct Shared {
     /// Names of nodes, owners, images.
     texts: HashSet<Arc<str>>,
     requests: BTreeMap<BTreeMap<String, i64>, Arc<Resources>>,
+    /// Pods of which it was told that they have too much to be read.
+    unread: HashSet<Key>,
 }
 
 /// More different ones than that come from pods that are long gone.
 const SHARED_MAX: usize = 16 << 10;
 
+/// Pods with too much that are told; others come of an image made to fill the log.
+const UNREAD_MAX: usize = 256;
+
 impl Shared {
+    /// Tells once of each pod what was not read of it.
+    pub fn unread(&mut self, key: &Key, what: &str) {
+        if self.unread.len() < UNREAD_MAX && self.unread.insert(Arc::clone(key)) {
+            tracing::warn!("pod {key} is known in part: {what}; what it asks for may be more");
+        }
+    }
+
     pub fn text(&mut self, text: &str) -> Arc<str> {
         if self.texts.len() > SHARED_MAX {
             self.texts.clear();

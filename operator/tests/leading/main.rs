@@ -233,3 +233,30 @@ async fn without_the_authority_that_sealed_the_pods_nobody_leads() {
         assert_eq!(touched, [], "{what}");
     }
 }
+
+/// A template of a tenant that no reader takes is that job's matter alone: others are led, and the
+/// next list is read as well as the first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_job_that_nobody_can_read_is_invalid_and_others_are_led() {
+    let api = world().await;
+    let mut deep = job("deep");
+    deep["spec"]["podTemplate"] = (0..140).fold(json!(1), |inner, _| json!([inner]));
+    let mut long = job("long");
+    long["spec"]["podTemplate"] = json!({ "spec": vec![0; 700_000] });
+    for job in [deep, long, job("a")] {
+        api.put("moejobs", job);
+    }
+    let _first = Operator::start(&api, "first");
+    until("the good one is led", 30, || api.get("pods", ("team", "a-a1-0")).is_some()).await;
+    for (name, why) in [
+        ("deep", "141 levels of nesting, at most 64"),
+        ("long", "bytes as JSON, at most 65536"),
+    ] {
+        let is_told = || {
+            let job = api.get("moejobs", ("team", name)).expect("it is there");
+            let told = job["status"]["conditions"].to_string().contains(why);
+            told && job["status"]["phase"] == "Invalid"
+        };
+        until("the other one is invalid", 20, is_told).await;
+    }
+}

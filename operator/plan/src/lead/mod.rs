@@ -86,9 +86,10 @@ pub struct JobSeen {
     pub resource_version: String,
     pub created_at: Millis,
     pub deleted: bool,
-    /// Null where it was longer than `cost::TEXT_BYTES_MAX`: then `spec_bytes` says how long.
+    /// Null where it was too much to be read.
     pub spec: Value,
-    pub spec_bytes: usize,
+    /// What was too much of it: its path, how much it is and how much may be.
+    pub unread: Option<String>,
     pub status: Value,
 }
 

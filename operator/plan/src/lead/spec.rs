@@ -11,7 +11,7 @@ use crate::reasons;
 use crate::record::{self, Accepted, Machine, Saved};
 use moejob_manifest::Job;
 use moejob_manifest::changes;
-use moejob_manifest::cost::{self, CHANGES_LED_MAX};
+use moejob_manifest::cost::CHANGES_LED_MAX;
 use moejob_manifest::devices;
 use moejob_manifest::identity;
 use moejob_manifest::job::Venue;
@@ -163,12 +163,8 @@ impl Accepted {
 }
 
 fn judge_seen(seen: &JobSeen, profiles: &Profiles) -> Result<Job, Blocked> {
-    if seen.spec_bytes > cost::TEXT_BYTES_MAX {
-        let message = format!(
-            "spec: {} bytes as JSON, at most {}; keep data out of it",
-            seen.spec_bytes,
-            cost::TEXT_BYTES_MAX
-        );
+    if let Some(unread) = &seen.unread {
+        let message = format!("{unread}; keep data out of it");
         return Err(Blocked { invalid: true, reason: reasons::INVALID_SPEC, message });
     }
     judge(&seen.name, &seen.spec, profiles)

@@ -46,7 +46,7 @@ impl Gang {
                 "checkpoint": { "location": format!("checkpoints/{name}") },
                 "volumes": [{ "mountPath": "checkpoints", "claim": "c" }],
             }),
-            spec_bytes: 0,
+            unread: None,
             status: serde_json::Value::Null,
         };
         let place = Place::Cluster(Arc::new(Operator::default()));
