@@ -57,12 +57,25 @@ const VOLUME_FIELDS: &[&str] = &[
     "projected", "secret",
 ];
 
-/// Every problem of the overlay, with paths below `spec.podTemplate`.
+/// An overlay is in every pod of its job, and in the memory of whoever leads it. The longest that
+/// is known has some kilobytes.
+pub const TEMPLATE_BYTES_MAX: usize = 32 << 10;
+/// Problems of one overlay that are told.
+const TOLD_MAX: usize = 100;
+
+/// Every problem of the overlay, with paths below `spec.podTemplate`; of a great many the first.
 pub fn problems(template: &Value) -> Vec<Problem> {
     let at = "spec.podTemplate";
     let mut problems = Vec::new();
     if template.is_null() {
         return problems;
+    }
+    let bytes = template.to_string().len();
+    if bytes > TEMPLATE_BYTES_MAX {
+        let (found, allowed) =
+            (format!("{bytes} bytes as JSON"), format!("at most {TEMPLATE_BYTES_MAX}"));
+        let advice = "keep data out of it: a pod reads them from a ConfigMap or a volume";
+        return vec![Problem::of(Code::Length, at, found, allowed, advice)];
     }
     walk(template, at, &mut problems);
     shape(template, at, &mut problems);
@@ -77,6 +90,12 @@ pub fn problems(template: &Value) -> Vec<Problem> {
                 .allowed("the fields metadata and spec of a pod")
                 .advice("write it as in a Pod"),
         ),
+    }
+    let left_out = problems.len().saturating_sub(TOLD_MAX);
+    if left_out > 0 {
+        problems.truncate(TOLD_MAX);
+        let (found, allowed) = (format!("{left_out} more problems"), "the fields of a pod");
+        problems.push(Problem::of(Code::Pod, at, found, allowed, "solve those above first"));
     }
     problems
 }

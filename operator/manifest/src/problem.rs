@@ -107,6 +107,11 @@ impl fmt::Display for Code {
     }
 }
 
+/// A field of a field of ours has less; the names of an overlay are the user's.
+const PATH_BYTES_MAX: usize = 512;
+/// Of what was found, what is allowed, and what to do.
+const PART_BYTES_MAX: usize = 1 << 10;
+
 /// One line for a person: ``4:15 E0106 spec.nodes.min: found `0`; allowed: 1 to 4096; write ..``.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
@@ -123,7 +128,7 @@ impl Problem {
     pub fn new(code: Code, path: impl Into<String>) -> Problem {
         Problem {
             code,
-            path: path.into(),
+            path: bounded(path, PATH_BYTES_MAX),
             place: None,
             found: String::new(),
             allowed: String::new(),
@@ -148,17 +153,17 @@ impl Problem {
     }
 
     pub fn found(mut self, found: impl Into<String>) -> Problem {
-        self.found = found.into();
+        self.found = bounded(found, PART_BYTES_MAX);
         self
     }
 
     pub fn allowed(mut self, allowed: impl Into<String>) -> Problem {
-        self.allowed = allowed.into();
+        self.allowed = bounded(allowed, PART_BYTES_MAX);
         self
     }
 
     pub fn advice(mut self, advice: impl Into<String>) -> Problem {
-        self.advice = advice.into();
+        self.advice = bounded(advice, PART_BYTES_MAX);
         self
     }
 
@@ -224,6 +229,40 @@ pub fn shorten(text: &mut String, bytes_max: usize) {
     let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
     text.truncate(end.unwrap_or(0));
 }
+
+/// The text, with no more than so many bytes, and no more memory: what is longer ends with dots.
+/// Texts that are kept, written or told come through here, whoever made them.
+pub fn bounded(text: impl Into<String>, bytes_max: usize) -> String {
+    let mut text = text.into();
+    if text.len() > bytes_max {
+        shorten(&mut text, bytes_max.saturating_sub(CUT.len()));
+        text.push_str(CUT);
+        text.shrink_to_fit();
+    }
+    text
+}
+
+/// As many of the lines as have together so many bytes, and how many are left out.
+pub fn bounded_lines(lines: impl IntoIterator<Item = String>, bytes_max: usize) -> String {
+    let (mut text, mut left_out) = (String::new(), 0usize);
+    for line in lines {
+        if left_out > 0 || text.len() + line.len() > bytes_max && !text.is_empty() {
+            left_out += 1;
+            continue;
+        }
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        text += &bounded(line, bytes_max);
+    }
+    if left_out > 0 {
+        text += &format!("\nand {left_out} more");
+    }
+    text
+}
+
+/// Stands for what was cut.
+const CUT: &str = "...";
 
 /// Characters that make text read otherwise than it is.
 pub fn is_bidi(c: char) -> bool {

@@ -143,3 +143,22 @@ fn thousands_of_snapshots_are_looked_through_once() {
     assert!(told.contains("record of attempt 2"), "{told}");
     assert!(began.elapsed().as_secs() < 30, "{:?}", began.elapsed());
 }
+
+/// What a kubelet says of a pod may repeat what a tenant wrote: a megabyte of it would make the API
+/// server refuse each status of the job.
+#[test]
+fn words_of_kubelets_are_short_wherever_they_stand() {
+    let mut world = World::default();
+    let script = "job min=2 max=2|grant n0 n1|written|written|pod a-a1-0 n0|pod a-a1-1 n1";
+    for command in script.split('|') {
+        world.run(&command.split_whitespace().collect::<Vec<_>>());
+    }
+    let long = format!("ErrImagePull: \u{1b}{}", "x".repeat(1 << 20));
+    world.run(&["pod", "a-a1-0", "n0", "trouble", &long]);
+    world.run(&["advance", "5000"]);
+    world.run(&["written", "all"]);
+    let (_, bytes) = world.extent();
+    assert!(bytes < STATUS_BYTES_MAX, "a status of {bytes} bytes");
+    let status = world.status().to_string();
+    assert!(status.contains("ErrImagePull: \\\\u{1b}xxx"), "{status}");
+}

@@ -139,8 +139,8 @@ pub struct MoeJobSpec {
     #[x_kube(validation = Rule::new("self == oldSelf").message("volumes are immutable"))]
     pub volumes: Option<Vec<VolumeSpec>>,
 
-    /// An overlay on the workers' pods: tolerations, affinity, env, pull secrets, resources. What
-    /// would widen a pod's rights is refused. Used on Kubernetes only.
+    /// An overlay on the workers' pods: tolerations, affinity, env, pull secrets, resources; at
+    /// most 32 KiB as JSON. What would widen a pod's rights is refused. Used on Kubernetes only.
     #[schemars(schema_with = "any_object")]
     // Else the schema, which knows no `Option` here, would ask for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

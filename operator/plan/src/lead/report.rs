@@ -9,11 +9,15 @@ use crate::reasons;
 use crate::record::{self, Saved};
 use crate::status;
 use crate::track::{Recovery, Tracker};
+use moejob_manifest::problem::bounded_lines;
 use moejob_manifest::status::{Condition, EngineLossStatus, MoeJobStatus};
 use moejob_manifest::words::{one_or_more, several};
 use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::StepReport;
 use std::sync::Arc;
+
+/// Of a condition: a line a node of thousands would make the API server refuse the whole status.
+const MESSAGE_BYTES_MAX: usize = 8 << 10;
 
 /// Progress alone is written this often at most.
 const PROGRESS_EVERY: Millis = 10_000;
@@ -289,6 +293,12 @@ impl JobLoop {
         }
         status.engines_lost = tracker.engines.lost.iter().map(engine_lost).collect();
         self.explain(&mut status.conditions);
+        for condition in &mut status.conditions {
+            if condition.message.len() > MESSAGE_BYTES_MAX {
+                let lines = condition.message.lines().map(str::to_string);
+                condition.message = bounded_lines(lines, MESSAGE_BYTES_MAX);
+            }
+        }
         status
     }
 

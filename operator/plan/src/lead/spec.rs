@@ -15,7 +15,7 @@ use moejob_manifest::cost::CHANGES_LED_MAX;
 use moejob_manifest::devices;
 use moejob_manifest::identity;
 use moejob_manifest::job::Venue;
-use moejob_manifest::problem::Problem;
+use moejob_manifest::problem::{Problem, bounded_lines};
 use moejob_manifest::profile::Profiles;
 use moejob_manifest::spec::MoeJobSpec;
 use moejob_protocol::config::WorkerConfig;
@@ -231,9 +231,11 @@ pub fn judge(name: &str, spec: &Value, profiles: &Profiles) -> Result<Job, Block
     Ok(job)
 }
 
+/// Of the problems of a spec, in a condition of its status.
+const PROBLEMS_BYTES_MAX: usize = 8 << 10;
+
 fn sentences(problems: &[Problem]) -> String {
-    let lines: Vec<String> = problems.iter().map(|problem| problem.sentence()).collect();
-    lines.join("\n")
+    bounded_lines(problems.iter().map(Problem::sentence), PROBLEMS_BYTES_MAX)
 }
 
 /// Before the spec is read and the first pod is seen.

@@ -45,8 +45,13 @@ impl JobLoop {
                 self.dirty |= !same;
                 self.granted = granted;
             }
-            Event::Pod(pod) => {
+            Event::Pod(mut pod) => {
                 self.dirty = true;
+                if self.place.has_api() {
+                    let how = pod.ended.as_mut().map(|(_, how)| how);
+                    let kubelets = pod.trouble.as_mut().into_iter().chain(&mut pod.unschedulable);
+                    kubelets.chain(how).for_each(plain);
+                }
                 let name = pod.name.clone();
                 self.pods.see(*pod, now);
                 self.pod_or_wait(name, now);
