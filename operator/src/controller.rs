@@ -11,6 +11,7 @@
 mod changes;
 mod clock;
 mod crew;
+mod judging;
 
 pub use clock::Clock;
 
@@ -20,10 +21,11 @@ use crate::metrics::Metrics;
 use crate::observe::{Change, Cluster, JobSeen, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};
 use crew::Crew;
+use judging::Judging;
 use moejob_identity::authority::Authority;
 use moejob_identity::{Keyring, Reviewer};
 use moejob_plan::allocate::{Allocation, Ground, Memory, allocate};
-use moejob_plan::lead::{self, Event, Operator, Origin};
+use moejob_plan::lead::{self, Digest, Event, Operator, Origin};
 use moejob_plan::observed::Millis;
 use moejob_plan::orphans::Orphans;
 use std::collections::{HashMap, HashSet};
@@ -91,6 +93,14 @@ pub struct Controller {
     done: (mpsc::Sender<Done>, mpsc::Receiver<Done>),
     cluster: Cluster,
     jobs: HashMap<Owner, Crew>,
+    /// Those that are over.
+    finished: HashMap<Owner, Digest>,
+    /// Those that are to be judged.
+    judging: Judging,
+    /// All jobs that there were when it began to lead are judged.
+    settled: bool,
+    /// Nodes were allocated since it began to lead.
+    begun: bool,
     /// How many there have been.
     crews: u64,
     term: Option<u64>,
@@ -119,6 +129,10 @@ impl Controller {
             done: mpsc::channel(EVENTS_MAX),
             cluster: Cluster::default(),
             jobs: HashMap::new(),
+            finished: HashMap::new(),
+            judging: Judging::default(),
+            settled: false,
+            begun: false,
             crews: 0,
             term: None,
             stale: true,
@@ -141,7 +155,7 @@ impl Controller {
             let began = Instant::now();
             self.on(input);
             // What has arrived together is decided on together: two losses at once are one. Not so
-            // specs that take their time to be judged: other jobs have their turns in between.
+            // what takes its time: other jobs have their turns in between.
             for _ in 0..TOGETHER_MAX {
                 if began.elapsed() > TOGETHER_FOR {
                     break;
@@ -149,6 +163,9 @@ impl Controller {
                 let Some(input) = self.arrived() else { break };
                 self.on(input);
             }
+            self.judge_some();
+            // Whoever renews the lease has a turn after each of ours.
+            tokio::task::yield_now().await;
             self.awaits_decision = Instant::now() < self.pause;
             if self.awaits_decision {
                 continue;
@@ -162,15 +179,16 @@ impl Controller {
         }
     }
 
-    /// A standby only listens.
+    /// A standby only listens, and who begins to lead knows first what trains.
     fn decides(&self) -> bool {
-        self.term.is_some() && self.cluster.is_complete()
+        self.term.is_some() && self.cluster.is_complete() && !self.judging.holds_up()
     }
 
     async fn next(&mut self) -> Input {
         let now = self.context.clock.now();
         let dues = self.jobs.values().filter_map(|job| job.due);
-        let due = dues.chain(self.allocation.requeue).chain(self.orphans.due()).min();
+        let ends = self.finished.values().filter_map(Digest::due);
+        let due = dues.chain(ends).chain(self.allocation.requeue).chain(self.orphans.due()).min();
         // It answers each second, also when nothing is to be done.
         let idle = ASK_EVERY / 2;
         let wait = due.map_or(idle, |at| Duration::from_millis(at.saturating_sub(now)).min(idle));
@@ -178,6 +196,7 @@ impl Controller {
         // A decision may have changed what allocation is to see.
         let soon = self.awaits_decision || (self.stale && self.decides());
         let wait = if soon { pause } else { wait.max(pause) };
+        let wait = if self.judging.is_empty() { wait } else { Duration::ZERO };
         // Results first: they are what a job waits for.
         tokio::select! {
             biased;
@@ -185,6 +204,7 @@ impl Controller {
             Some(order) = self.inputs.orders.recv() => Input::Order(order),
             Some(told) = self.inputs.told.recv() => Input::Told(told),
             Some(change) = self.inputs.changes.recv() => Input::Change(change),
+            () = tokio::task::yield_now(), if wait.is_zero() => Input::Timer,
             () = tokio::time::sleep(wait.max(Duration::from_millis(1))) => Input::Timer,
         }
     }
@@ -234,7 +254,11 @@ impl Controller {
     fn decide(&mut self) {
         let now = self.context.clock.now();
         let look_again = self.allocation.requeue.is_some_and(|at| at <= now);
-        if std::mem::take(&mut self.stale) || look_again {
+        // Those that train have their nodes at once. Nobody else is given any before all that may
+        // have a better right to them are known.
+        let may = self.settled || !self.begun;
+        if may && (self.stale || look_again) {
+            (self.stale, self.begun) = (false, true);
             self.allocate(now);
         }
         let mut sent = Vec::new();
@@ -244,7 +268,7 @@ impl Controller {
         self.crowd = looks && lead::is_crowd(self.jobs.values().map(|job| &job.job), now);
         for (owner, job) in &mut self.jobs {
             job.job.on(Event::Crowd(self.crowd), now);
-            if !job.is_to_turn(now) {
+            if !job.is_granted || !job.is_to_turn(now) {
                 continue;
             }
             job.job.on(Event::Api { heard: self.heard_of_api }, now);
@@ -256,6 +280,12 @@ impl Controller {
             for (owner, write) in self.orphans.look(pods, |of| owners.contains(of), now) {
                 let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
                 sent.push((owner, 0, batch));
+            }
+        }
+        for (owner, digest) in &mut self.finished {
+            if let Some(write) = digest.expire(now) {
+                let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };
+                sent.push((Owner::clone(owner), 0, batch));
             }
         }
         for (owner, number, batch) in sent {
@@ -275,6 +305,7 @@ impl Controller {
         for (owner, job) in &mut self.jobs {
             let granted = self.allocation.jobs.get(&**owner).cloned().unwrap_or_default();
             job.job.on(Event::Granted(granted), now);
+            job.is_granted = true;
         }
     }
 

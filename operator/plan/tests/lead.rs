@@ -8,7 +8,9 @@ mod texts;
 
 use lead_world::World;
 use moejob_plan::allocate::Granted;
-use moejob_plan::lead::{Event, FRAMES_WAITING_MAX, WriteErrorKind, is_crowd};
+use moejob_plan::lead::{
+    Digest, Event, FRAMES_WAITING_MAX, JobSeen, Write, WriteErrorKind, is_crowd,
+};
 use moejob_plan::observed::Node;
 use moejob_plan::record::RECORD_BYTES_MAX;
 use moejob_protocol::message::{Heartbeat, Phase, Up};
@@ -268,4 +270,42 @@ fn each_kind_of_failure_to_write_has_a_label_of_its_own() {
     assert!(labels.iter().all(|label| !label.is_empty() && plain(label)), "{labels:?}");
     labels.sort_unstable();
     assert!(labels.windows(2).all(|two| two[0] != two[1]), "{labels:?}");
+}
+
+/// Of a job that is over a leader keeps when it is to be deleted, and figures. One that may go on
+/// is judged.
+#[test]
+fn a_job_that_is_over_is_known_by_its_digest() {
+    let done = "job min=1 max=1 ttl=60|grant n0|written|written|pod a-a1-0 n0 running|open a-a1-0|\
+        written all|step a-a1-0 1|written all";
+    let mut world = world(done);
+    assert_eq!(Digest::of(world.seen()), None, "it trains");
+    run(&mut world, "completed a-a1-0 100|written all|pod a-a1-0 n0 exit 0|written all");
+    let over = world.now;
+    let mut digest = Digest::of(world.seen()).expect("it is over");
+    assert!(world.job().is_at_rest());
+    assert_eq!((&digest.figures.phase[..], digest.figures.step), ("Complete", 100));
+    let at = digest.due().expect("it goes");
+    // Conditions tell whole seconds.
+    assert!(at > over + 58_000 && at <= over + 60_000, "{at} after {over}");
+    assert_eq!(digest.expire(at - 1), None);
+    let gone = |write: Option<Write>| match write {
+        Some(Write::DeleteJob(job)) => job.name,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(gone(digest.expire(at)), "a");
+    assert_eq!(digest.expire(at + 1_000), None, "it is on its way");
+    assert_eq!(gone(digest.expire(at + 60_000)), "a", "it did not succeed");
+    let not = |change: fn(&mut JobSeen), why: &str, world: &mut World| {
+        let mut seen = world.seen().clone();
+        change(&mut seen);
+        assert_eq!(Digest::of(&seen), None, "{why}");
+    };
+    not(|seen| seen.generation += 1, "it was edited", &mut world);
+    not(|seen| seen.deleted = true, "it is being deleted", &mut world);
+    not(|seen| seen.uid = "other".into(), "its record is another job's", &mut world);
+    not(|seen| seen.status["record"] = json!("{}"), "its record is none", &mut world);
+    not(|seen| seen.status["recordMore"] = json!(""), "nobody knows what it had", &mut world);
+    not(|seen| seen.status["conditions"] = json!([]), "nobody knows since when", &mut world);
+    not(|seen| seen.status = Value::Null, "nothing is known", &mut world);
 }

@@ -2,24 +2,25 @@
 
 use super::Controller;
 use super::crew::Crew;
-use crate::observe::{Change, JobSeen, Key, PodSeen, Taken, Weight};
+use crate::observe::{Change, JobSeen, Key, Owner, PodSeen, Taken, Weight};
 use moejob_manifest::profile::{File, Profiles};
-use moejob_plan::lead::{self, Event, Operator};
+use moejob_plan::lead::{self, Digest, Event, Operator};
 use moejob_plan::observed::Millis;
 use std::sync::Arc;
+use std::time::Instant;
 
 impl Controller {
     pub(super) fn on_change(&mut self, change: Change, now: Millis) {
         let was_complete = self.cluster.is_complete();
         let taken = self.cluster.take(change);
         if let Taken::Profiles = taken {
-            self.on_profiles(now);
+            self.on_profiles();
         }
         // Never taken back here: another change may wait for the same allocation.
         self.stale |= !was_complete || self.matters(&taken);
         if !was_complete && self.cluster.is_complete() {
             self.context.metrics.set_ready();
-            self.adopt_all(now);
+            self.adopt_all();
         }
         if self.term.is_none() || !was_complete {
             return;
@@ -37,14 +38,65 @@ impl Controller {
             && after.is_none_or(|after| after.uid != before.uid)
         {
             self.jobs.remove(&before.owner());
+            self.finished.remove(&before.owner());
             self.context.metrics.forget_job(&before.uid);
             self.memory.forget(&before.owner());
         }
         let Some(after) = after.cloned() else { return };
-        match self.jobs.get_mut(&after.owner()) {
+        let owner = after.owner();
+        match self.jobs.get_mut(&owner) {
             Some(job) if job.job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
-            Some(job) => job.job.on(Event::Spec(Box::new(after)), now),
-            None => self.adopt(&after, now),
+            Some(job) => {
+                let over = job.job.is_at_rest().then(|| Digest::of(&after)).flatten();
+                job.job.on(Event::Spec(Box::new(after)), now);
+                // What is known of it beside that is not needed any more.
+                if let Some(digest) = over.filter(|_| !self.cluster.has_workers(&owner)) {
+                    self.jobs.remove(&owner);
+                    self.memory.forget(&owner);
+                    self.finish(owner, digest);
+                }
+            }
+            None => {
+                let has_workers = self.cluster.has_workers(&owner);
+                self.judging.add(key, has_workers);
+            }
+        }
+    }
+
+    fn finish(&mut self, owner: Owner, digest: Digest) {
+        let uid = owner.split('@').next().unwrap_or_default();
+        self.context.metrics.job(uid, digest.figures.clone());
+        self.finished.insert(owner, digest);
+    }
+
+    /// Judges some of the jobs that wait for it.
+    pub(super) fn judge_some(&mut self) {
+        if self.term.is_none() || !self.cluster.is_complete() {
+            return;
+        }
+        let mut judging = std::mem::take(&mut self.judging);
+        let began = Instant::now();
+        let now = self.context.clock.now();
+        judging.go(|| began.elapsed(), |key| self.judge(&key, now));
+        self.judging = judging;
+        self.settled |= self.judging.is_empty();
+    }
+
+    /// One job; it may be gone, or another, since it began to wait.
+    fn judge(&mut self, key: &Key, now: Millis) {
+        let Some(seen) = self.cluster.jobs.get(key).cloned() else { return };
+        let owner = seen.owner();
+        if let Some(job) = self.jobs.get_mut(&owner) {
+            // Its profile may be another.
+            job.job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
+            return job.job.on(Event::Spec(Box::new(seen)), now);
+        }
+        match Digest::of(&seen).filter(|_| !self.cluster.has_workers(&owner)) {
+            Some(digest) => self.finish(owner, digest),
+            None => {
+                self.finished.remove(&owner);
+                self.adopt(&seen, now);
+            }
         }
     }
 
@@ -63,6 +115,14 @@ impl Controller {
         {
             return job.job.on(Event::Pod(Box::new(worker.clone())), now);
         }
+        // A worker of a job that is over is there again: somebody has to end it.
+        if let Some(owner) = owner.filter(|owner| self.finished.contains_key(*owner))
+            && after.is_some_and(|pod| !pod.finished)
+        {
+            let of_it = |(_, job): &(&Key, &JobSeen)| job.owner() == *owner;
+            let job = self.cluster.jobs.iter().find(of_it).map(|(key, _)| Key::clone(key));
+            return job.into_iter().for_each(|key| self.judging.add(&key, true));
+        }
         let was = before.and_then(|pod| pod.worker.as_ref()).map(|worker| &worker.owner);
         if let Some(job) = was.and_then(|owner| self.jobs.get_mut(owner)) {
             job.job.on(Event::PodGone(name.to_string()), now);
@@ -70,7 +130,7 @@ impl Controller {
     }
 
     /// An admin's own kinds of machine are others than before.
-    fn on_profiles(&mut self, now: Millis) {
+    fn on_profiles(&mut self) {
         let file = |(name, text): (&String, &String)| (name.clone(), text.clone().into_bytes());
         let files: Vec<File> = self.cluster.profiles.iter().map(file).collect();
         let (profiles, broken) = Profiles::shipped().with(files);
@@ -83,10 +143,10 @@ impl Controller {
         }
         self.operator = Arc::new(Operator { profiles, ..(*self.operator).clone() });
         (self.ground, self.stale) = (None, true);
-        for seen in self.cluster.jobs.values() {
-            let Some(job) = self.jobs.get_mut(&seen.owner()) else { continue };
-            job.job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
-            job.job.on(Event::Spec(Box::new(seen.clone())), now);
+        for (key, seen) in &self.cluster.jobs {
+            if self.jobs.contains_key(&seen.owner()) {
+                self.judging.add(key, false);
+            }
         }
     }
 
@@ -134,11 +194,11 @@ impl Controller {
         let now = self.context.clock.now();
         self.heard_of_api = now;
         if self.cluster.is_complete() {
-            self.adopt_all(now);
+            self.adopt_all();
         }
     }
 
-    fn adopt_all(&mut self, now: Millis) {
+    fn adopt_all(&mut self) {
         if self.term.is_none() {
             return;
         }
@@ -149,16 +209,10 @@ impl Controller {
             let _ = self.inputs.unfit.try_send(why);
             return;
         }
-        let jobs: Vec<JobSeen> = self.cluster.jobs.values().cloned().collect();
-        let mut pods = self.cluster.workers_by_owner();
-        for seen in jobs {
-            let owner = seen.owner();
-            if !self.jobs.contains_key(&owner) {
-                self.context.pulse.beat();
-                let of = pods.remove(&owner).unwrap_or_default();
-                self.adopt_with(&seen, of, now);
-            }
+        for (key, seen) in &self.cluster.jobs {
+            self.judging.add(key, self.cluster.has_workers(&seen.owner()));
         }
+        (self.settled, self.begun) = (self.judging.is_empty(), false);
     }
 
     fn unfit(&self) -> Option<String> {
@@ -168,20 +222,13 @@ impl Controller {
     }
 
     fn adopt(&mut self, seen: &JobSeen, now: Millis) {
-        let owner = seen.owner();
-        let pods = self.cluster.workers_by_owner().remove(&owner).unwrap_or_default();
-        self.adopt_with(seen, pods, now);
-    }
-
-    fn adopt_with(&mut self, seen: &JobSeen, pods: Vec<Key>, now: Millis) {
         let Some(term) = self.term.filter(|_| !seen.deleted) else { return };
         let operator = Arc::clone(&self.operator);
         self.crews += 1;
         let terms = (self.crews, term);
         let mut job = Crew::new(seen, Arc::clone(&self.context), operator, terms, now);
-        for key in pods {
-            let worker = self.cluster.pods.get(&key).and_then(|pod| pod.worker.clone());
-            worker.into_iter().for_each(|worker| job.job.on(Event::Pod(worker), now));
+        for worker in self.cluster.workers(&seen.owner()) {
+            job.job.on(Event::Pod(Box::new(worker.clone())), now);
         }
         self.jobs.insert(seen.owner(), job);
         self.stale = true;

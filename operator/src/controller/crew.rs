@@ -15,6 +15,8 @@ pub struct Crew {
     pub number: u64,
     /// When its loop wants to be asked again.
     pub due: Option<Millis>,
+    /// It was told which nodes it has. Before that it knows of none and would give back its own.
+    pub is_granted: bool,
     leader: Leader,
     context: Arc<Context>,
     /// What it asked of the allocation when it was last asked.
@@ -35,7 +37,8 @@ impl Crew {
         context.metrics.fenced(&seen.uid, job.fence().is_some());
         let (authority, told) = (Arc::clone(&context.authority), context.told.clone());
         let leader = Leader::new(authority, (seen.owner(), &seen.uid), job.term(), told);
-        Crew { job, number, due: None, leader, context, claimed: None, passes: 0 }
+        let (due, is_granted, claimed) = (None, false, None);
+        Crew { job, number, due, is_granted, leader, context, claimed, passes: 0 }
     }
 
     pub fn on_told(&mut self, told: Told, now: Millis) {

@@ -1,6 +1,6 @@
 //! All that was seen last, and the sums over pods that allocation asks for.
 
-use super::{Change, ClassSeen, JobSeen, Key, Kind, Owner, PodSeen, key};
+use super::{Change, ClassSeen, JobSeen, Key, Kind, Owner, PodSeen, WorkerPod, key};
 use moejob_manifest::resources::Resources;
 use moejob_plan::allocate::ClusterNode;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -19,6 +19,8 @@ pub struct Cluster {
     requested: HashMap<Arc<str>, Resources>,
     /// On how many of a node's pods each job's workers are that have not ended.
     held: HashMap<Owner, BTreeMap<Arc<str>, u32>>,
+    /// The pods of each job's workers, ended ones, too.
+    workers: HashMap<Owner, BTreeSet<Key>>,
     complete: HashSet<Kind>,
 }
 
@@ -58,15 +60,15 @@ impl Cluster {
         })
     }
 
-    /// The pods of each job's workers, by namespace and name.
-    pub fn workers_by_owner(&self) -> HashMap<Owner, Vec<Key>> {
-        let mut by_owner: HashMap<Owner, Vec<Key>> = HashMap::new();
-        for pod in self.pods.values() {
-            let Some(worker) = &pod.worker else { continue };
-            by_owner.entry(Arc::clone(&worker.owner)).or_default().push(Arc::clone(&pod.key));
-        }
-        by_owner.values_mut().for_each(|keys| keys.sort());
-        by_owner
+    /// The pods of the job's workers, by namespace and name.
+    pub fn workers(&self, owner: &Owner) -> impl Iterator<Item = &WorkerPod> {
+        let keys = self.workers.get(owner).into_iter().flatten();
+        keys.filter_map(|key| self.pods.get(key)?.worker.as_deref())
+    }
+
+    /// A pod of the job's is there and has not ended.
+    pub fn has_workers(&self, owner: &Owner) -> bool {
+        self.held.contains_key(owner)
     }
 
     /// What the change replaces is given back.
@@ -80,13 +82,17 @@ impl Cluster {
             Change::Pod(pod) => {
                 let key = Arc::clone(&pod.key);
                 self.count(&pod, true);
+                let owner = pod.worker.as_ref().map(|worker| Arc::clone(&worker.owner));
                 let before = self.pods.insert(Arc::clone(&key), pod);
-                before.iter().for_each(|before| self.count(before, false));
+                before.iter().for_each(|before| self.leave(before));
+                if let Some(owner) = owner {
+                    self.workers.entry(owner).or_default().insert(Arc::clone(&key));
+                }
                 Taken::Pod(key, before)
             }
             Change::PodGone(key) => {
                 let before = self.pods.remove(&key);
-                before.iter().for_each(|before| self.count(before, false));
+                before.iter().for_each(|before| self.leave(before));
                 Taken::Pod(key, before)
             }
             Change::Node(node) => {
@@ -114,6 +120,17 @@ impl Cluster {
                 self.complete.insert(kind);
                 Taken::Node
             }
+        }
+    }
+
+    /// A pod is no longer as it was.
+    fn leave(&mut self, before: &PodSeen) {
+        self.count(before, false);
+        let Some(owner) = before.worker.as_ref().map(|worker| &worker.owner) else { return };
+        let Some(keys) = self.workers.get_mut(owner) else { return };
+        keys.remove(&before.key);
+        if keys.is_empty() {
+            self.workers.remove(owner);
         }
     }
 
@@ -231,6 +248,18 @@ mod tests {
             });
             assert_eq!(held(&cluster), Vec::from_iter(expected), "{name} {phase}");
         }
+        let owner: Owner = Arc::from("u@n");
+        let names = |cluster: &Cluster| -> Vec<String> {
+            cluster.workers(&owner).map(|worker| worker.name.clone()).collect()
+        };
+        assert_eq!(names(&cluster), ["u-0", "u-1"], "ended ones, too");
+        assert!(!cluster.has_workers(&owner));
+        cluster.take(Change::PodGone(key("n", "u-0")));
+        assert_eq!(names(&cluster), ["u-1"]);
+        // A pod of its name that nobody has sealed is nobody's worker.
+        cluster.take(Change::Pod(pod("u-1", Some("a"), "Running", false)));
+        assert!(names(&cluster).is_empty() && cluster.workers.is_empty());
+        cluster.take(Change::PodGone(key("n", "u-1")));
         cluster.take(Change::PodGone(key("n", "other")));
         assert_eq!(cpu(&cluster), 0, "it had ended before it went");
     }

@@ -12,6 +12,7 @@
 
 mod crowd;
 mod demands;
+mod digest;
 mod event_log;
 mod fence;
 mod gang_pods;
@@ -32,6 +33,7 @@ mod turn;
 
 pub use crowd::is_crowd;
 pub use demands::demands;
+pub use digest::Digest;
 pub use event_log::{EVENTS_BURST, EVENT_EVERY};
 pub use fence::{FENCED_BY_RECORD, Fence, unfit};
 pub use outbox::FRAMES_WAITING_MAX;

@@ -115,13 +115,12 @@ impl Report {
 
     /// When the job was over, if it is.
     pub fn finished_at(&self) -> Option<Millis> {
-        let over = |of: &&Condition| {
-            matches!(of.type_.as_str(), "Complete" | "Failed") && of.status == "True"
-        };
-        let condition = self.written.conditions.iter().find(over)?;
-        let time: k8s_openapi::jiff::Timestamp =
-            condition.last_transition_time.as_deref()?.parse().ok()?;
-        Some(time.as_millisecond().max(0) as Millis)
+        finished_at(&self.written)
+    }
+
+    /// A status is being written, or is to be.
+    pub fn is_under_way(&self) -> bool {
+        self.in_flight || self.unsaved || self.due.is_some()
     }
 
     pub fn write(&mut self, job: &JobName, mut status: MoeJobStatus, now: Millis) -> Write {
@@ -190,6 +189,17 @@ impl Report {
         self.due = (at > now).then_some(at);
         self.due.is_none()
     }
+}
+
+/// When a job with this status was over, if it is.
+pub(super) fn finished_at(status: &MoeJobStatus) -> Option<Millis> {
+    let over = |of: &&Condition| {
+        matches!(of.type_.as_str(), "Complete" | "Failed") && of.status == "True"
+    };
+    let condition = status.conditions.iter().find(over)?;
+    let time: k8s_openapi::jiff::Timestamp =
+        condition.last_transition_time.as_deref()?.parse().ok()?;
+    Some(time.as_millisecond().max(0) as Millis)
 }
 
 /// All but what only the next leader reads.

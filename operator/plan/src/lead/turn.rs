@@ -1,5 +1,6 @@
 //! What is to be done now: the plan, carried out up to the first batch of writes.
 
+use super::digest::EXPIRY_RETRY;
 use super::place::Patience;
 use super::{
     Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write, WriteError, WriteErrorKind,
@@ -17,8 +18,6 @@ use std::sync::Arc;
 const ROUNDS_MAX: usize = 16;
 /// While nobody is heard and the API server neither, it is looked again after so long.
 const ALONE: Millis = 500;
-/// A deletion of the job that did not succeed is tried again after so long.
-const EXPIRY_RETRY: Millis = 60_000;
 
 impl JobLoop {
     /// Decides. Calling it again at once gives nothing more.

@@ -113,6 +113,11 @@ impl World {
         self.on(Event::Stream { name: name.to_string(), said: Said::Up { attempt, up } });
     }
 
+    /// The job as the API server has it.
+    pub fn seen(&mut self) -> &mut JobSeen {
+        &mut self.seen
+    }
+
     /// As it was written last.
     pub fn status(&self) -> &Value {
         &self.seen.status
