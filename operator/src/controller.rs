@@ -18,7 +18,7 @@ pub use clock::Clock;
 use crate::apply::Writer;
 use crate::control::Told;
 use crate::metrics::Metrics;
-use crate::observe::{Change, Cluster, JobSeen, Owner};
+use crate::observe::{Change, Cluster, JobText, Owner};
 use crate::pulse::{ASK_EVERY, Pulse};
 use crew::Crew;
 use judging::Judging;
@@ -275,7 +275,7 @@ impl Controller {
             self.stale |= job.turn(&mut self.memory, &mut sent, owner, now);
         }
         if self.orphans.due().is_none_or(|at| at <= now) {
-            let owners: HashSet<Owner> = self.cluster.jobs.values().map(JobSeen::owner).collect();
+            let owners: HashSet<Owner> = self.cluster.jobs.values().map(JobText::owner).collect();
             let pods = self.cluster.pods.values().filter_map(|pod| pod.worker.as_deref());
             for (owner, write) in self.orphans.look(pods, |of| owners.contains(of), now) {
                 let batch = lead::Batch { aside: true, writes: vec![(Origin::Expiry, write)] };

@@ -11,12 +11,14 @@
 
 mod answers;
 mod cluster;
+mod job_text;
 mod light;
 mod relay;
 mod shared;
 mod sieve;
 
 pub use cluster::{Cluster, Taken};
+pub use job_text::JobText;
 pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 
 use crate::metrics::Metrics;

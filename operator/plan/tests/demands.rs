@@ -159,7 +159,7 @@ fn who_has_not_the_keys_of_pods_that_live_does_not_lead() {
     let complete = Saved { record: over(Outcome::Suspended).record, ..sealed("old") };
     let jobs = [seen("a", "x", &sealed("old")), seen("b", "y", &sealed("new"))];
     let pods = jobs.each_ref().map(JobSeen::owner);
-    let why = |jobs: &[JobSeen], pods: &[_]| unfit(jobs.iter(), pods.iter(), "new");
+    let why = |jobs: &[JobSeen], pods: &[_]| unfit(jobs.iter().cloned(), pods.iter(), "new");
     let told = why(&jobs, &[&pods[..], &pods[..1]].concat()).expect("not fit");
     assert!(told.contains("2 pods of 1 job were made"), "{told}");
     assert_eq!(why(&jobs, &pods[1..]), None, "no pod of it lives");

@@ -2,7 +2,7 @@
 
 use super::Controller;
 use super::crew::Crew;
-use crate::observe::{Change, JobSeen, Key, Owner, PodSeen, Taken, Weight};
+use crate::observe::{Change, JobSeen, JobText, Key, Owner, PodSeen, Taken, Weight};
 use moejob_manifest::profile::{File, Profiles};
 use moejob_plan::lead::{self, Digest, Event, Operator};
 use moejob_plan::observed::Millis;
@@ -33,16 +33,16 @@ impl Controller {
     }
 
     fn on_job(&mut self, key: &Key, before: Option<&JobSeen>, now: Millis) {
-        let after = self.cluster.jobs.get(key);
+        let after = self.cluster.jobs.get(key).map(JobText::seen);
         if let Some(before) = before
-            && after.is_none_or(|after| after.uid != before.uid)
+            && after.as_ref().is_none_or(|after| after.uid != before.uid)
         {
             self.jobs.remove(&before.owner());
             self.finished.remove(&before.owner());
             self.context.metrics.forget_job(&before.uid);
             self.memory.forget(&before.owner());
         }
-        let Some(after) = after.cloned() else { return };
+        let Some(after) = after else { return };
         let owner = after.owner();
         match self.jobs.get_mut(&owner) {
             Some(job) if job.job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
@@ -84,7 +84,7 @@ impl Controller {
 
     /// One job; it may be gone, or another, since it began to wait.
     fn judge(&mut self, key: &Key, now: Millis) {
-        let Some(seen) = self.cluster.jobs.get(key).cloned() else { return };
+        let Some(seen) = self.cluster.jobs.get(key).map(JobText::seen) else { return };
         let owner = seen.owner();
         if let Some(job) = self.jobs.get_mut(&owner) {
             // Its profile may be another.
@@ -119,7 +119,7 @@ impl Controller {
         if let Some(owner) = owner.filter(|owner| self.finished.contains_key(*owner))
             && after.is_some_and(|pod| !pod.finished)
         {
-            let of_it = |(_, job): &(&Key, &JobSeen)| job.owner() == *owner;
+            let of_it = |(_, job): &(&Key, &JobText)| job.owner() == *owner;
             let job = self.cluster.jobs.iter().find(of_it).map(|(key, _)| Key::clone(key));
             return job.into_iter().for_each(|key| self.judging.add(&key, true));
         }
@@ -162,7 +162,8 @@ impl Controller {
             // Own writes of status change nothing.
             Taken::Job(key, before) => {
                 let spec = |job: &JobSeen| (job.uid.clone(), job.generation, job.deleted);
-                self.cluster.jobs.get(key).map(spec) != before.as_ref().map(spec)
+                let after = self.cluster.jobs.get(key).map(JobText::facts);
+                after.map(spec) != before.as_ref().map(spec)
             }
             Taken::Pod(key, before) => {
                 let after = self.cluster.pods.get(key).and_then(PodSeen::weight);
@@ -218,7 +219,7 @@ impl Controller {
     fn unfit(&self) -> Option<String> {
         let alive = self.cluster.pods.values().filter(|pod| !pod.finished);
         let claims = alive.filter_map(|pod| pod.claims.as_ref());
-        lead::unfit(self.cluster.jobs.values(), claims, &self.operator.keyring)
+        lead::unfit(self.cluster.jobs.values().map(JobText::seen), claims, &self.operator.keyring)
     }
 
     fn adopt(&mut self, seen: &JobSeen, now: Millis) {

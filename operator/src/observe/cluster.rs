@@ -1,5 +1,6 @@
 //! All that was seen last, and the sums over pods that allocation asks for.
 
+use super::job_text::JobText;
 use super::{Change, ClassSeen, JobSeen, Key, Kind, Owner, PodSeen, WorkerPod, key};
 use moejob_manifest::resources::Resources;
 use moejob_plan::allocate::ClusterNode;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 /// All that was seen last.
 #[derive(Debug, Default)]
 pub struct Cluster {
-    pub jobs: BTreeMap<Key, JobSeen>,
+    pub jobs: BTreeMap<Key, JobText>,
     pub pods: HashMap<Key, PodSeen>,
     nodes: BTreeMap<String, ClusterNode>,
     classes: BTreeMap<String, ClassSeen>,
@@ -71,12 +72,12 @@ impl Cluster {
         self.held.contains_key(owner)
     }
 
-    /// What the change replaces is given back.
+    /// What the change replaces is given back; of a job without spec and status.
     pub fn take(&mut self, change: Change) -> Taken {
         match change {
             Change::Job(job) => Taken::Job(key(&job.namespace, &job.name), self.put_job(*job)),
             Change::JobGone(key) => {
-                let before = self.jobs.remove(&key);
+                let before = self.jobs.remove(&key).map(|job| job.facts().clone());
                 Taken::Job(key, before)
             }
             Change::Pod(pod) => {
@@ -160,7 +161,8 @@ impl Cluster {
     }
 
     fn put_job(&mut self, job: JobSeen) -> Option<JobSeen> {
-        self.jobs.insert(key(&job.namespace, &job.name), job)
+        let key = key(&job.namespace, &job.name);
+        self.jobs.insert(key, JobText::of(job)).map(|job| job.facts().clone())
     }
 }
 

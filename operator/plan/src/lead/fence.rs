@@ -62,12 +62,12 @@ impl JobLoop {
 /// Why whoever has this keyring must not lead: jobs train whose pods another one has sealed. `pods`
 /// are, of each pod that has not ended, the job that it says it is of.
 pub fn unfit<'s>(
-    jobs: impl Iterator<Item = &'s JobSeen>,
+    jobs: impl Iterator<Item = JobSeen>,
     pods: impl Iterator<Item = &'s Owner>,
     keyring: &str,
 ) -> Option<String> {
-    let by_others = |seen: &&JobSeen| sealed_by(&seen.status).is_some_and(|by| by != keyring);
-    let owners: Vec<Owner> = jobs.filter(by_others).map(JobSeen::owner).collect();
+    let by_others = |seen: &JobSeen| sealed_by(&seen.status).is_some_and(|by| by != keyring);
+    let owners: Vec<Owner> = jobs.filter(by_others).map(|seen| seen.owner()).collect();
     let pods = pods.filter(|owner| owners.contains(owner)).count();
     (pods > 0).then(|| {
         format!(
