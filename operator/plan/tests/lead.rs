@@ -309,3 +309,27 @@ fn a_job_that_is_over_is_known_by_its_digest() {
     not(|seen| seen.status["conditions"] = json!([]), "nobody knows since when", &mut world);
     not(|seen| seen.status = Value::Null, "nothing is known", &mut world);
 }
+
+/// A leader that had not seen a member's pod yet wrote no uid of it: whatever pod has its name then
+/// is the member's.
+#[test]
+fn a_member_whose_pod_the_record_does_not_name_keeps_its_pod() {
+    let mut world = world(TWO_TRAIN);
+    let mut more: Value = {
+        let text = world.seen().status["recordMore"].as_str().expect("a text");
+        serde_json::from_str(text).expect("JSON")
+    };
+    assert_eq!(more["pods"]["members"][1][0], "uid-a-a1-1");
+    more["pods"]["members"][1][0] = json!("");
+    world.seen().status["recordMore"] = json!(more.to_string());
+    let told = world.run(&["leader", "2"]);
+    for name in ["a-a1-0", "a-a1-1"] {
+        assert!(told.contains(&format!("dial {name}")), "{told}");
+    }
+    assert!(!told.contains("no pod"), "{told}");
+    // One that is named and is another goes.
+    more["pods"]["members"][1][0] = json!("before");
+    world.seen().status["recordMore"] = json!(more.to_string());
+    let told = world.run(&["leader", "3"]);
+    assert!(told.contains("no pod a-a1-1"), "{told}");
+}

@@ -4,7 +4,8 @@ mod said;
 mod world;
 
 use moejob_plan::decide::Action;
-use moejob_plan::observed::{Outcome, Record, Stored, WorkerState};
+use moejob_plan::observed::{Outcome, Record, StopCause, Stored, WorkerState};
+use moejob_plan::plan;
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Loading, Phase, Up};
 use moejob_protocol::report::{Detail, Event, EventKind};
@@ -306,4 +307,83 @@ fn the_record_of_another_job_counts_no_further_than_its_attempt() {
     observed.template.job_uid = "another".to_string();
     let record = Tracker::new(observed).observed.record;
     assert_eq!(record, Record { attempt: 1, ..Record::default() });
+}
+
+/// The time that a gang has for a checkpoint begins with the wish to stop, not with a growth that
+/// it was asked for long before.
+#[test]
+fn a_growth_that_was_asked_for_long_ago_leaves_a_stop_its_time() {
+    let mut world = running(Setup::default());
+    let now = world.now + 600_000;
+    let observed = &mut world.tracker.observed;
+    observed.record.progressed_at = now;
+    observed.wanted.suspend = true;
+    let gang = observed.record.gang.as_mut().expect("a gang");
+    gang.stop_requested = Some((StopCause::Growth, now - 500_000));
+    let actions = plan(observed, now).actions;
+    assert!(!actions.iter().any(|of| matches!(of, Action::Finish(_))), "{actions:?}");
+    let asks = |of: &Action| matches!(of, Action::Request { cause: StopCause::Suspend, .. });
+    assert!(actions.iter().any(asks), "{actions:?}");
+    // One that was asked to stop, and is as late, is not waited for.
+    let gang = observed.record.gang.as_mut().expect("a gang");
+    gang.stop_requested = Some((StopCause::Suspend, now - 500_000));
+    let actions = plan(observed, now).actions;
+    let over = |of: &Action| matches!(of, Action::Finish(Outcome::Suspended));
+    assert!(actions.iter().any(over), "{actions:?}");
+}
+
+#[test]
+fn members_that_are_ended_because_the_job_is_over_break_no_gang() {
+    let stop = Action::StopWorker { name: "j-0".to_string(), grace: 5_000 };
+    let mut world = running(Setup::default());
+    let now = world.now;
+    world.tracker.done(&Action::Finish(Outcome::Interrupted), now);
+    world.tracker.done(&stop, now);
+    assert_eq!(world.observed().gang().expect("a gang").broken, None);
+    let mut world = running(Setup::default());
+    world.tracker.done(&stop, now);
+    assert!(world.observed().gang().expect("a gang").broken.is_some(), "nobody ended the job");
+}
+
+/// It was lost while its attempt was recorded: to configure it makes it no member.
+#[test]
+fn a_worker_that_was_lost_meanwhile_becomes_no_member() {
+    let mut world = World::new(Setup::default());
+    world.settle();
+    let names: Vec<String> = world.sims.keys().cloned().collect();
+    names.iter().for_each(|name| assert!(world.connect(name)));
+    let plans = world.settle();
+    let mut actions = plans.into_iter().flat_map(|plan| plan.actions);
+    let is_its = |of: &Action| matches!(of, Action::Configure { name, .. } if name == "j-1");
+    let configure = actions.find(is_its).expect("it gets a rank");
+    let dead = WorkerState::Dead { exit_code: None, message: "gone".to_string() };
+    for lost in [WorkerState::Silent, dead, WorkerState::Completed { attempt: 1, step: 3 }] {
+        world.tracker.observed.worker_mut("j-1").expect("it is known").state = lost.clone();
+        world.tracker.done(&configure, world.now);
+        assert_eq!(world.observed().worker("j-1").expect("it is known").state, lost);
+    }
+    world.tracker.observed.worker_mut("j-1").expect("it is known").state = WorkerState::Idle;
+    world.tracker.done(&configure, world.now);
+    let state = &world.observed().worker("j-1").expect("it is known").state;
+    assert!(matches!(state, WorkerState::Member { attempt: 1, .. }), "{state:?}");
+}
+
+/// A provider that announces a freeze may also cordon the node for its time.
+#[test]
+fn a_frozen_member_is_waited_for_on_a_node_that_nobody_may_come_to() {
+    let mut world = running(Setup::default());
+    let now = world.now;
+    let node = world.observed().worker("j-1").expect("it is known").node.clone();
+    let observed = &mut world.tracker.observed;
+    let at = observed.nodes.iter().position(|of| of.name == node).expect("it is granted");
+    (observed.nodes[at].usable, observed.nodes[at].freezes) = (false, true);
+    assert!(world.tracker.waits_out("j-1", now).is_some(), "it is waited for");
+    let observed = &mut world.tracker.observed;
+    let given_up = |actions: Vec<Action>| {
+        actions.iter().any(|of| matches!(of, Action::GiveUp { name } if name == "j-1"))
+    };
+    assert!(!given_up(plan(observed, now).actions));
+    // The freeze is over, and it is still to be left: what was announced was its end.
+    observed.nodes[at].freezes = false;
+    assert!(given_up(plan(observed, now).actions));
 }

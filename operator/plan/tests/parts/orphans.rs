@@ -1,4 +1,4 @@
-use moejob_plan::lead::{Owner, WorkerPod, owner};
+use moejob_plan::lead::{Owner, WorkerPod, Write, owner};
 use moejob_plan::orphans::Orphans;
 
 fn pod(name: &str, job: &str) -> WorkerPod {
@@ -28,4 +28,16 @@ fn a_pod_without_a_job_is_ended_after_a_minute() {
     // Its job was only late: the minute begins anew.
     assert_eq!(look(&mut orphans, true, 106_000), 0);
     assert_eq!(look(&mut orphans, false, 121_000), 0);
+}
+
+/// What is on its way out is not asked again: a second request would cut its grace period short.
+#[test]
+fn a_pod_that_is_being_deleted_is_left_to_its_grace_period() {
+    let mut orphans = Orphans::default();
+    let pods = [pod("a", "gone"), WorkerPod { deletion: Some(90_000), ..pod("b", "gone") }];
+    let mut look = |now| orphans.look(pods.iter(), |_| false, now);
+    assert!(look(1_000).is_empty());
+    let asked: Vec<Write> = look(76_000).into_iter().map(|(_, write)| write).collect();
+    let [Write::DeletePod { name, .. }] = &asked[..] else { panic!("{asked:?}") };
+    assert_eq!(name, "a");
 }
