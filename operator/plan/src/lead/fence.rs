@@ -6,6 +6,7 @@
 
 use super::spec::{restored, sealed_by};
 use super::{JobLoop, JobSeen, Owner};
+use crate::observed::Millis;
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
 use moejob_manifest::words::{one_or_more, several};
@@ -55,6 +56,31 @@ impl JobLoop {
             Ok(_) if removed => false,
             Ok(saved) => saved.term < self.term,
             Err(_) => true,
+        }
+    }
+}
+
+impl JobLoop {
+    /// This leader has written a status, and another one stands there.
+    pub(super) fn look_for_others(&mut self, seen: &JobSeen, now: Millis) {
+        if !self.place.has_api() || !self.report.is_newest(&seen.resource_version) {
+            return;
+        }
+        if seen.status["record"].as_str().is_none_or(str::is_empty) {
+            let note = "somebody has emptied status.record: it is written again";
+            self.event(true, "RecordRemoved", note.to_string(), now);
+            self.report.unsaved = true;
+            return;
+        }
+        let Ok(saved) = restored(&seen.status) else { return };
+        let (other, own) = (&saved.more.keyring, &self.operator.keyring);
+        if !other.is_empty() && other != own {
+            let note = format!(
+                "another operator, whose authority is {other}, writes the status of this job; this \
+                 one's, in namespace {}, is {own}: a cluster has one operator, remove the other",
+                self.operator.namespace
+            );
+            self.event(true, "AnotherOperator", note, now);
         }
     }
 }

@@ -113,6 +113,12 @@ impl Report {
         }
     }
 
+    /// The object is no older than what this leader knows of it, and its status is not being
+    /// written: who has changed it since is somebody else.
+    pub fn is_newest(&self, version: &str) -> bool {
+        self.has_written && !self.in_flight && self.version == version
+    }
+
     /// When the job was over, if it is.
     pub fn finished_at(&self) -> Option<Millis> {
         finished_at(&self.written)

@@ -78,6 +78,7 @@ impl JobLoop {
     /// The object has changed. Own writes of status change nothing of interest.
     pub(super) fn on_spec(&mut self, seen: &JobSeen, now: Millis) {
         self.report.on_version(&seen.resource_version);
+        self.look_for_others(seen, now);
         if seen.deleted {
             self.spec.blocked = Some(Blocked {
                 invalid: false,

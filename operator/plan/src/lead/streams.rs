@@ -139,6 +139,15 @@ impl JobLoop {
             Said::Opened(hello) => {
                 self.pods.opened(name, hello.version);
                 self.tracker.thawed(name, now);
+                if self.tracker.counts_on(hello.attempt) {
+                    let note = format!(
+                        "{name} is of attempt {}, and the record of the job ends before it: \
+                         somebody has emptied it or put an older one back. What only memory had is \
+                         lost with it; the next attempt is a later one",
+                        hello.attempt
+                    );
+                    self.event(true, "RecordLost", note, now);
+                }
                 let address = self.pods.address(name).unwrap_or_default();
                 self.tracker.connected(name, &address, &hello);
                 if let Some(worker) = self.tracker.observed.worker(name) {

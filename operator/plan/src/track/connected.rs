@@ -6,6 +6,21 @@ use crate::preflight::Checked;
 use moejob_protocol::message::{Hello, LeftReason};
 
 impl Tracker {
+    /// A worker is of an attempt that the record does not know: somebody has emptied the record, or
+    /// put an older one back. Attempts count on from there, since a worker obeys no attempt that is
+    /// not above its own. Whether that is news.
+    pub fn counts_on(&mut self, attempt: u32) -> bool {
+        // An attempt is far from 2^32, unless the worker talks nonsense.
+        if attempt <= self.observed.record.attempt.max(self.taken) || attempt >= u32::MAX / 2 {
+            return false;
+        }
+        self.taken = attempt;
+        if self.observed.gang().is_none() {
+            self.observed.record.attempt = attempt;
+        }
+        true
+    }
+
     /// A worker's stream is up. What it says of itself is true, except that it may repeat an
     /// attempt that it is already known to have left.
     pub fn connected(&mut self, name: &str, address: &str, hello: &Hello) {

@@ -195,6 +195,13 @@ impl World {
                 settings.iter().for_each(|setting| self.set(setting));
                 self.take(term.parse().expect("a term"));
             }
+            // It is told of the nodes that the job had before its first turn, as a shell does.
+            ["granting", "leader", term, settings @ ..] => {
+                settings.iter().for_each(|setting| self.set(setting));
+                self.take(term.parse().expect("a term"));
+                let (nodes, why) = (self.granted.clone(), String::new());
+                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
+            }
             ["clock", "back", millis] => {
                 self.now -= millis.parse::<Millis>().expect("milliseconds");
             }
