@@ -1,6 +1,7 @@
 //! `moejob operator`: runs MoeJobs on the cluster whose API server it is told of.
 
 use super::complain;
+use moe_worker::failure::chain;
 use crate::apply::{ApplyError, Writer};
 use crate::controller::{Clock, Context, Controller, EVENTS_MAX, Inputs, Order};
 use crate::lease::{Deadline, Election};
@@ -22,8 +23,8 @@ use tokio::sync::mpsc;
 
 /// Between two tries of something at the start.
 const START_PAUSE: Duration = Duration::from_secs(2);
-/// How often the authority's age is looked at.
-const AGE_EVERY: Duration = Duration::from_secs(12 * 3600);
+/// How often the authority's Secret is looked at: whether it is whole, and how old.
+const SECRET_EVERY: Duration = Duration::from_secs(15);
 
 #[derive(Args)]
 pub struct OperatorArgs {
@@ -298,10 +299,25 @@ async fn refreshed(
 }
 
 /// Returns when there is a new authority or successor: the process begins anew with it, and takes
-/// over all that runs.
+/// over all that runs. A Secret that was emptied meanwhile gets back what this process holds: with
+/// another authority nobody could lead the gangs that train.
 async fn renew(client: &Client, writer: &Writer, args: &OperatorArgs, keyring: &Keyring) {
+    let mut told = None;
     loop {
-        tokio::time::sleep(AGE_EVERY).await;
+        tokio::time::sleep(SECRET_EVERY).await;
+        let lost = match heal(client, writer, args, keyring).await {
+            Ok(lost) => lost,
+            Err(error) => Some(chain(&error)),
+        };
+        // A Secret that stays away is told once.
+        if lost != told {
+            let (namespace, name) = (&args.namespace, &args.secret);
+            lost.iter().for_each(|why| tracing::error!("Secret {namespace}/{name}: {why}"));
+            told = lost;
+        }
+        if told.is_some() {
+            continue;
+        }
         match refreshed(client, writer, args).await {
             Ok(Some((found, _))) if found == *keyring => {}
             Ok(Some(_)) => {
@@ -312,6 +328,30 @@ async fn renew(client: &Client, writer: &Writer, args: &OperatorArgs, keyring: &
             Err(error) => complain(&error),
         }
     }
+}
+
+/// What is amiss with the Secret, if anything.
+async fn heal(
+    client: &Client,
+    writer: &Writer,
+    args: &OperatorArgs,
+    keyring: &Keyring,
+) -> Result<Option<String>, ApplyError> {
+    let Some(mut secret) = observe::secret(client, &args.namespace, &args.secret).await? else {
+        return Ok(Some(format!(
+            "it is gone, and with it the next leader's right to lead what trains: make it anew, \
+             empty (kubectl create secret generic {} -n {}), and this operator fills it",
+            args.secret, args.namespace
+        )));
+    };
+    if secret.data.as_ref().is_some_and(|data| !data.is_empty()) {
+        return Ok(None);
+    }
+    secret.data = Some(keyring.write());
+    writer.replace_secret(&secret).await?;
+    let (namespace, name) = (&args.namespace, &args.secret);
+    tracing::warn!("Secret {namespace}/{name} was emptied: what this operator holds is in it");
+    Ok(None)
 }
 
 async fn own_image(

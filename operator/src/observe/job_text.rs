@@ -1,5 +1,5 @@
-//! A MoeJob as it waits to be looked at: spec and status as the text that they came as. Their values
-//! take up to thirty times as much memory, and most jobs are looked at once.
+//! A MoeJob as it waits to be looked at: spec and status as the text that they came as. Their
+//! values take up to thirty times as much memory, and most jobs are looked at once.
 
 use super::{JobSeen, Owner};
 use serde_json::Value;

@@ -260,3 +260,22 @@ async fn one_job_that_nobody_can_read_is_invalid_and_others_are_led() {
         until("the other one is invalid", 20, is_told).await;
     }
 }
+
+/// `helm upgrade --force` replaces the Secret by an empty one. Who leads writes back what it holds,
+/// and says so: after a restart nobody could lead the gangs that train.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_secret_that_was_emptied_gets_back_what_the_leader_holds() {
+    let api = world().await;
+    let mut operator = Operator::start(&api, "one");
+    until("it leads", 30, || holder(&api).starts_with("one")).await;
+    let secret = (NAMESPACE, "moejob-authority");
+    let data = || api.get("secrets", secret).expect("it is there")["data"].clone();
+    let before = data();
+    assert!(before["authority.key"].is_string(), "it was filled at the start");
+    api.edit("secrets", secret, |secret| secret["data"] = Value::Null);
+    until("it is whole again", 40, || data() == before).await;
+    operator.signal(Signal::TERM);
+    operator.until_end(20).await;
+    let log = operator.log();
+    assert!(log.contains("Secret moejob-system/moejob-authority was emptied"), "{log}");
+}
