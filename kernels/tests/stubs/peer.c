@@ -13,7 +13,7 @@ enum { READS = 3 };
 
 struct links { address windows[PEERS], shared[PEERS], state, control, patience; u32 positions, me; };
 struct move { address from, take, starts, places, room; u32 room_rows, bytes, lanes, step; };
-struct need { address ids, present; u32 first[PEERS], count[PEERS], tokens, top_k, nodes; };
+struct need { address ids; u32 present, first[PEERS], count[PEERS], tokens, top_k, nodes; };
 struct gather {
     struct need need;
     address rows, words[2], reads[READS];
@@ -78,7 +78,7 @@ static int needs(const struct need *need, size_t row, u32 position) {
     return found;
 }
 static int comes(const struct need *need, u32 from, size_t row, u32 to) {
-    return from != to && need->present >> from & 1 && needs(need, row, to);
+    return from != to && from < need->present && needs(need, row, to);
 }
 /* Where a read of position p begins, of what it has told by its place in the mail. */
 static char *theirs(const struct links *links, u32 p, u32 read) {

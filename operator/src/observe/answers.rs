@@ -328,6 +328,41 @@ mod tests {
         assert_eq!(seen(many).node.as_deref(), Some("a"));
     }
 
+    /// What is left out of a pod is missed by no reader of what is kept.
+    #[tokio::test]
+    async fn of_a_worker_all_is_kept_that_is_asked_for() {
+        let fields = json!([{"key": "metadata.name", "operator": "In", "values": ["n7"]}]);
+        let terms = json!({"nodeSelectorTerms": [{"matchFields": fields}]});
+        let required = "requiredDuringSchedulingIgnoredDuringExecution";
+        let (keyring, ended) = (Keyring::new().expect("keys"), json!({"exitCode": 137, "signal": 9,
+            "reason": "OOMKilled", "message": "m", "containerID": "containerd://1"}));
+        let pod = json!({
+            "metadata": {"name": "j-a1-0", "namespace": "n", "uid": "u7", "resourceVersion": "3",
+                "deletionTimestamp": "2026-11-28T00:00:00Z",
+                "labels": {"x": "y", LABEL_JOB_UID: "u"},
+                "annotations": {"z": "z", ANNOTATION_SEAL: keyring.seal("n", "u", "j-a1-0")}},
+            "spec": {"affinity": {"nodeAffinity": {required: terms}},
+                "containers": [{"name": "worker", "image": "i:1", "command": ["moejob"]}]},
+            "status": {"phase": "Pending", "podIP": "10.0.0.1", "hostIP": "10.0.0.2",
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "message": "no node"},
+                    {"type": "PodReadyToStartContainers", "status": "False"},
+                ],
+                "containerStatuses": [{"name": "worker", "image": "i:1", "imageID": "x",
+                    "ready": false, "restartCount": 0, "state": {"terminated": ended}}]},
+        });
+        let api: Api<LightPod> = Api::all(answered(200, list(&[pod.to_string()])));
+        let mut all = api.list(&ListParams::default()).await.expect("a list").items;
+        let pod = all.pop().expect("one");
+        let worker = pod_seen(pod, &keyring, &mut Shared::default()).worker.expect("it is sealed");
+        assert_eq!((&worker.uid[..], worker.meant_for.as_deref()), ("u7", Some("n7")));
+        assert_eq!((worker.image.as_deref(), worker.address.as_deref()),
+            (Some("i:1"), Some("10.0.0.1")));
+        assert_eq!(worker.ended, Some((None, "killed by signal 9".to_string())));
+        assert_eq!(worker.unschedulable.as_deref(), Some("no node"));
+        assert!(worker.mounting && worker.started && worker.deletion.is_some());
+    }
+
     #[tokio::test]
     async fn what_an_api_server_refuses_is_told_in_its_words() {
         let gone = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "code": 410,

@@ -98,7 +98,7 @@ impl Here {
 pub(crate) fn sums_of_slices(model: &ModelConfig, whole: &MoeDesc) -> Option<MoeDesc> {
     let slices = model.slices();
     let (hidden, top_k) = (slices.width as usize, slices.slots as usize);
-    let desc = MoeDesc { hidden, top_k, part: true, ..*whole };
+    let desc = MoeDesc { hidden, top_k, part: true, groups: None, ..*whole };
     (slices.each > 1).then_some(desc)
 }
 

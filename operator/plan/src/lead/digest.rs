@@ -22,6 +22,10 @@ impl Digest {
     /// None of a job about which something may still be decided: it is not over, somebody has
     /// edited it since, or what its status tells of its end is not all there.
     pub fn of(seen: &JobSeen) -> Option<Digest> {
+        // Each status of a job that trains comes by here.
+        if !matches!(seen.status["phase"].as_str(), Some("Complete" | "Failed")) {
+            return None;
+        }
         let saved = restored(&seen.status).ok()?;
         let is_own = saved.record.job_uid == seen.uid;
         let accepted = saved.more.accepted.as_ref()?.generation == seen.generation;

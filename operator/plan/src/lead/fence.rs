@@ -10,6 +10,7 @@ use crate::observed::Millis;
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
 use moejob_manifest::words::{one_or_more, several};
+use serde::Deserialize;
 use serde_json::json;
 
 /// The reason of the event that tells of it.
@@ -72,9 +73,17 @@ impl JobLoop {
             self.report.unsaved = true;
             return;
         }
-        let Ok(saved) = restored(&seen.status) else { return };
-        let (other, own) = (&saved.more.keyring, &self.operator.keyring);
-        if !other.is_empty() && other != own {
+        /// All else of it is passed over: each own status comes by here.
+        #[derive(Default, Deserialize)]
+        #[serde(default)]
+        struct Author {
+            keyring: String,
+        }
+        let more = seen.status["recordMore"].as_str().unwrap_or_default();
+        // What is not understood is told at the next takeover.
+        let Author { keyring: other } = serde_json::from_str(more).unwrap_or_default();
+        let own = &self.operator.keyring;
+        if !other.is_empty() && other != *own {
             let note = format!(
                 "another operator, whose authority is {other}, writes the status of this job; this \
                  one's, in namespace {}, is {own}: a cluster has one operator, remove the other",
