@@ -5,8 +5,8 @@
 //! micro-batch -> AddRouting, HeadLoss -> its record, and counts of the step's StepNumbers
 //! records, StepNumbers -> sums over ranks -> MoveCorrections, BucketAdamW, the host
 //! ```
-//! A record is summed over micro-batches in the order of the step, whoever computed what, so that no
-//! bit of the sum depends on the number of ranks.
+//! A record is summed over micro-batches in the order of the step, whoever computed what, so that
+//! no bit of the sum depends on the number of ranks.
 
 use crate::balance::BalanceLoss;
 use crate::buffer::{Buffer, DType};

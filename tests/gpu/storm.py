@@ -3,9 +3,9 @@
     python3 storm.py MOEJOB [--gpus 2] [--seconds 300] [--period 15] [--seed 2026]
 
 OLMoE cut to 4 layers in bf16, experts over two GPUs each, a snapshot every 20 steps, on the text
-files of ./data. It is left alone for 20 s, which gives its undisturbed speed. Then an engine gets a
-signal each `--period` seconds in the mean: four of five SIGKILL, one SIGSTOP. Effective is the speed
-over all of that time, with 8 s behind the last signal, over the undisturbed one.
+files of ./data. It is left alone for 20 s, which gives its undisturbed speed. Then an engine gets
+a signal each `--period` seconds in the mean: four of five SIGKILL, one SIGSTOP. Effective is the
+speed over all of that time, with 8 s behind the last signal, over the undisturbed one.
 """
 import argparse
 import os

@@ -77,7 +77,7 @@ fn job(on: On, layout: Layout) -> Job {
     let training = &mut job.config.training;
     (training.steps, training.adamw.learning_rate) = (STEPS, 0.001);
     training.sequence_length = 32;
-    training.compute.combine_each = true;
+    training.compute.combine_each = Some(true);
     job.config.checkpoint.every_steps = 1;
     job.config.checkpoint.keep = 100;
     on_devices(job)
@@ -151,7 +151,7 @@ fn check_on(on: On, meshes: &[(u32, u32)], change: &impl Fn(&mut Job)) {
     for layout in &of {
         let (job, again) = (make(layout), make(layout));
         let found = run(&job);
-        let sums_travel = layout.mesh.ep > 1 && !job.config.training.compute.combine_each;
+        let sums_travel = layout.mesh.ep > 1 && !job.config.training.compute.combines_each();
         let exact = job.config.overlap_degree == 1 && !sums_travel;
         if exact {
             assert_eq!(hash(&job), hash(&one), "{on:?} {layout:?}: not the state of one rank");
@@ -233,7 +233,7 @@ fn ranks_in_fp64_train_as_one() {
 
 #[test]
 fn experts_over_ranks_whose_sums_travel_train_as_one() {
-    check(&[(2, 2), (6, 3)], |job| job.config.training.compute.combine_each = false);
+    check(&[(2, 2), (6, 3)], |job| job.config.training.compute.combine_each = Some(false));
 }
 
 /// On GPUs tokens of a chunk are beside what the experts compute of another.

@@ -430,7 +430,8 @@ fn gradients_and_twenty_losses_in_other_precisions() {
         return;
     }
     let mut example = Example::new();
-    let (first, expected) = (gradients(&example, Where::Processor), losses(&example, Where::Processor));
+    let first = gradients(&example, Where::Processor);
+    let expected = losses(&example, Where::Processor);
     let mut wrong = Vec::new();
     for (precision, bits) in PRECISIONS {
         example.training.precision = precision;

@@ -1,4 +1,4 @@
-//! Training in f64, as commit 097657f computed it. No manifest asks for that precision: it is what
+//! Training in f64, whose bits are pinned. No manifest asks for that precision: it is what
 //! the parity with references is measured in, and reached by the configuration of a worker alone.
 //!
 //! `golden/f64.txt` holds, for each case, the bits of every loss, norm and held-out loss, and a
@@ -172,7 +172,7 @@ fn parts(folder: &Path) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn training_in_f64_has_the_bits_of_097657f() {
+fn training_in_f64_has_the_pinned_bits() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/f64.txt");
     let mut found = String::new();
     for (name, change) in CASES {

@@ -414,8 +414,9 @@ impl CudaDevice {
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
+            let from = self.arena.address(buffer);
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.
-            Ok(unsafe { self.transfer()?.read_all([(self.arena.address(buffer), bytes)], Pages::Stay) }?)
+            Ok(unsafe { self.transfer()?.read_all([(from, bytes)], Pages::Stay) }?)
         });
     }
 

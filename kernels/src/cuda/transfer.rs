@@ -128,7 +128,8 @@ impl Transfer {
         let run = |lane: &Mutex<Lane>| {
             self.gpu.make_current()?;
             let mut lane = lane.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            each(&mut lane, &|| Some(next.fetch_add(1, Ordering::Relaxed)).filter(|at| *at < pieces))
+            let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|at| *at < pieces);
+            each(&mut lane, &take)
         };
         std::thread::scope(|scope| {
             let threads: Vec<_> =

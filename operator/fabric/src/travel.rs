@@ -167,7 +167,8 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let why = match two < flat {
         // Nobody has measured rails between nodes of GPUs, so they are for who asks.
         true => format!(
-            "{one:.2} ms a layer expected; `exchange: hierarchical` {other:.2}, not measured on GPUs"
+            "{one:.2} ms a layer expected; `exchange: hierarchical` {other:.2}, not measured on \
+             GPUs"
         ),
         false => format!("{one:.2} ms a layer expected, else {other:.2}"),
     };

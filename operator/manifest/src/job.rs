@@ -309,7 +309,7 @@ impl Job {
                 fast_attention: false,
                 offload: Offload::None,
                 wire: Wire::Auto,
-                combine_each: true,
+                combine_each: None,
                 zero: Zero::default(),
             };
             self.recovery.memory_auto = false;
@@ -565,7 +565,12 @@ fn training(spec: &MoeJobSpec, backend: Backend) -> TrainingConfig {
                 Backend::Cpu => Wire::Auto,
                 Backend::Cuda => parallelism.wire.map_or(Wire::Auto, |of| of.0),
             },
-            combine_each: !parallelism.combine_pre_reduce.unwrap_or(pre_reduced),
+            combine_each: match backend {
+                Backend::Cpu => None,
+                Backend::Cuda => {
+                    (!parallelism.combine_pre_reduce.unwrap_or(pre_reduced)).then_some(true)
+                }
+            },
             zero: parallelism.zero.and_then(Zero::of).unwrap_or_default(),
         },
     }

@@ -395,9 +395,11 @@ fn windows_are_as_large_as_their_rails_need() {
     }
     assert_eq!(bytes(rails(8, 1)), 0, "nobody is near");
     // Sums in fp32 come back twice as long; rows of each expert as often as a token has one.
-    for (wire, combine_each, back) in
-        [(Wire::Fp32, false, 2 * row), (Wire::Fp8, false, row), (Wire::Auto, true, top_k * row)]
-    {
+    for (wire, combine_each, back) in [
+        (Wire::Fp32, None, 2 * row),
+        (Wire::Fp8, None, row),
+        (Wire::Auto, Some(true), top_k * row),
+    ] {
         let compute = &mut job.training.compute;
         (compute.wire, compute.combine_each) = (wire, combine_each);
         let rooms = window_rooms(8, tokens, [row, back], top_k);

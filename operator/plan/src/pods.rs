@@ -376,12 +376,14 @@ fn memory_mib(job: &Job) -> MemoryMib {
     let processes = if ranks > 1 { ranks + 1 } else { 1 };
     let mib = |bytes: u64| (ranks * bytes + processes * PROCESS_BYTES).div_ceil(1 << 20);
     // The fewer the ranks, the more each holds, so the smallest gang needs most; the more ranks
-    // share the experts, the more rows the worst routing may send to one of them.
+    // share the experts, the more rows the worst routing may send to one of them; and the more
+    // ranks there are, the more a bucket that ends in even parts is padded.
     let widest = sizes.iter().rev().max_by_key(|size| size.layout.mesh.ep);
     let of = |size: &Size| placement::memory(job, &size.layout, 0);
     let smallest = sizes.first().map(of);
     let request = smallest.as_ref().map_or(0, |memory| memory.committed);
-    let worst = smallest.into_iter().chain(widest.map(of)).map(|memory| memory.worst).max();
+    let others = widest.into_iter().chain(sizes.last()).map(of);
+    let worst = smallest.into_iter().chain(others).map(|memory| memory.worst).max();
     let limit = mib(worst.unwrap_or(0)) + SHM_CPU_MIB;
     MemoryMib { request: mib(request), limit }
 }

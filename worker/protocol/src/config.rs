@@ -229,10 +229,10 @@ pub struct Compute {
     /// As of `offload`.
     #[serde(default, skip_serializing_if = "Wire::is_auto")]
     pub wire: Wire,
-    /// Of a token each expert's row comes back by itself, and not a sum over those of a rank. As of
-    /// `offload`.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub combine_each: bool,
+    /// Of a token each expert's row comes back by itself, and not a sum over those of a rank. Where
+    /// it says neither, processors send rows and GPUs sums. As of `offload`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub combine_each: Option<bool>,
     /// As of `offload`.
     #[serde(default, skip_serializing_if = "Zero::is_first")]
     pub zero: Zero,
@@ -241,6 +241,10 @@ pub struct Compute {
 impl Compute {
     pub fn is_default(&self) -> bool {
         *self == Compute::default()
+    }
+
+    pub fn combines_each(&self) -> bool {
+        self.combine_each.unwrap_or(self.backend == Backend::Cpu)
     }
 }
 

@@ -60,7 +60,7 @@ impl RowFormat {
 impl Compute {
     /// Of tokens that are computed with as `element` and choose `top_k` experts.
     pub fn formats(&self, element: Kind, top_k: u32) -> Formats {
-        if !self.combine_each {
+        if !self.combines_each() {
             return self.wire.formats(element);
         }
         let wire = if self.wire == Wire::Fp32 { Wire::Auto } else { self.wire };
@@ -150,14 +150,14 @@ mod tests {
 
     #[test]
     fn rows_of_each_expert_come_back_as_they_were_computed() {
-        let compute = |wire| Compute { wire, combine_each: true, ..Compute::default() };
+        let compute = |wire| Compute { wire, combine_each: Some(true), ..Compute::default() };
         for wire in [Wire::Auto, Wire::Fp32, Wire::Fp8] {
             let formats = compute(wire).formats(Kind::Bf16, 8);
             assert_eq!(formats.token_bytes(2048), [4096, 8 * 4096]);
             assert_eq!((formats.sums, formats.written), (Kind::Bf16, Kind::Bf16));
             assert!(formats.returns_each());
         }
-        let plain = Compute { combine_each: false, ..compute(Wire::Fp32) };
+        let plain = Compute { combine_each: Some(false), ..compute(Wire::Fp32) };
         assert_eq!(plain.formats(Kind::Bf16, 8), Wire::Fp32.formats(Kind::Bf16));
     }
 

@@ -35,8 +35,8 @@ impl Pass<'_> {
         }
     }
 
-    /// What depends on all layers of the round's own micro-batch: their balance, from the statistics
-    /// of each, counts once a layer.
+    /// What depends on all layers of the round's own micro-batch: their balance, from the
+    /// statistics of each, counts once a layer.
     pub(crate) fn record_all_layers(&mut self) {
         if self.round.aim != Aim::Record || !self.model.has_one_balance() {
             return;

@@ -84,7 +84,7 @@ pub fn training() -> TrainingConfig {
         seed: 3,
         recompute: Recompute::None,
         // As a job in fp32 has it, so that no bit depends on the number of ranks.
-        compute: Compute { combine_each: true, ..Compute::default() },
+        compute: Compute { combine_each: Some(true), ..Compute::default() },
     }
 }
 

@@ -35,7 +35,7 @@ pub fn job((dp, ep): (u32, u32), precision: Precision) -> Job {
     (training.precision, training.adamw.learning_rate) = (precision, 0.001);
     training.sequence_length = 32;
     // Sums come back, but where a test asks for each row ([`returning_each`]).
-    training.compute.combine_each = false;
+    training.compute.combine_each = Some(false);
     job
 }
 
@@ -49,7 +49,7 @@ pub fn wide(mesh: (u32, u32), precision: Precision) -> Job {
 
 /// The same job, to whose tokens each expert's row comes back by itself.
 pub fn returning_each(mut job: Job) -> Job {
-    job.config.training.compute.combine_each = true;
+    job.config.training.compute.combine_each = Some(true);
     job
 }
 
