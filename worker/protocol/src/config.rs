@@ -242,10 +242,6 @@ impl Compute {
     pub fn is_default(&self) -> bool {
         *self == Compute::default()
     }
-
-    pub fn combines_each(&self) -> bool {
-        self.combine_each.unwrap_or(self.backend == Backend::Cpu)
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

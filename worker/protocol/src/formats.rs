@@ -16,7 +16,7 @@
 //! and what is lost of them is lost in every step. Sums are added to others, so an error of each
 //! would be added, too.
 
-use crate::config::{Compute, Precision, Wire};
+use crate::config::{Backend, Compute, Precision, Wire};
 use crate::memory::Kind;
 
 /// Elements of a row that share a scale.
@@ -58,6 +58,10 @@ impl RowFormat {
 }
 
 impl Compute {
+    pub fn combines_each(&self) -> bool {
+        self.combine_each.unwrap_or(self.backend == Backend::Cpu)
+    }
+
     /// Of tokens that are computed with as `element` and choose `top_k` experts.
     pub fn formats(&self, element: Kind, top_k: u32) -> Formats {
         if !self.combines_each() {
