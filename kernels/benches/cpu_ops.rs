@@ -114,9 +114,6 @@ fn norms_and_ends(bench: &mut Bench) {
     bench.time("add of 1 Mi", 0, 3 * n, |device| device.add(&Add { a: m, b: g }));
     let op = InitNormal { seed: 1, name_hash: 2, first: 0, place: Strided::ALL, std: 0.02, x: w };
     bench.time("init_normal of 1 Mi", 0, n, |device| device.init_normal(&op));
-    let count = bench.plan.alloc(DType::U32, 1);
-    let op = CountNonFinite { x: g, count };
-    bench.time("non-finite of 1 Mi", 0, n, |device| device.count_non_finite(&op));
     bench.total_us = 0.0;
 }
 
@@ -169,35 +166,33 @@ fn experts(bench: &mut Bench) {
     let [a, a_scaled] = [(); 2].map(|_| bench.floats(R * F));
     let [w_gate, w_up, w_down, dw_gate, dw_up, dw_down] =
         [(); 6].map(|_| (0..E).map(|_| bench.floats(D * F)).collect::<Vec<Buffer>>());
-    let (sources, gated, activation, row_index) = (1, true, Activation::Silu, rows);
+    let (gated, activation, row_index) = (true, Activation::Silu, rows);
     let op = ExpertsUp {
-        dim, hidden, sources, activation, gated, x, row_index, offsets, w_gate: &w_gate,
+        dim, hidden, activation, gated, x, row_index, offsets, w_gate: &w_gate,
         w_up: &w_up, h, a,
     };
     let flops = 2 * R * D * F;
     bench.time("experts_up", 2 * flops, R * (D + 3 * F), |device| device.experts_up(&op));
-    let op = ExpertsDown { dim, hidden, sources, a, offsets, w_down: &w_down, y };
+    let op = ExpertsDown { dim, hidden, a, offsets, w_down: &w_down, y };
     bench.time("experts_down", flops, R * (D + F), |device| device.experts_down(&op));
     let op = Combine { tokens, top_k, dim, y, pos, weights, residual: Some(x), out };
     bench.time("combine", 0, R * D + 2 * T * D, |device| device.combine(&op));
     let op = ExpertsDownBackward {
-        dim, hidden, sources, activation, gated, dy, row_index, offsets, w_down: &w_down, h, a, s,
+        dim, hidden, activation, gated, dy, row_index, offsets, w_down: &w_down, h, a, s,
         ds, dh, a_scaled,
     };
     let floats = R * (D + 6 * F);
     bench.time("experts_down_backward", flops, floats, |device| device.experts_down_backward(&op));
     let op = ExpertsDownWgrad {
-        order: None,
-        dim, hidden, sources, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
+        dim, hidden, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
     };
     bench.time("experts_down_wgrad", flops, R * (D + F), |device| device.experts_down_wgrad(&op));
     let op = ExpertsDgrad {
-        dim, hidden, sources, gated, dh, offsets, w_gate: &w_gate, w_up: &w_up, dx,
+        dim, hidden, gated, dh, offsets, w_gate: &w_gate, w_up: &w_up, dx,
     };
     bench.time("experts_dgrad", 2 * flops, R * (D + 2 * F), |device| device.experts_dgrad(&op));
     let op = ExpertsUpWgrad {
-        order: None,
-        dim, hidden, sources, gated, x, row_index, offsets, dh, dw_gate: &dw_gate, dw_up: &dw_up,
+        dim, hidden, gated, x, row_index, offsets, dh, dw_gate: &dw_gate, dw_up: &dw_up,
     };
     let floats = R * (D + 2 * F);
     bench.time("experts_up_wgrad", 2 * flops, floats, |device| device.experts_up_wgrad(&op));

@@ -23,14 +23,6 @@ pub struct Sum {
     pub out: Buffer,
 }
 
-/// x *= factor, rounded to the float of x first
-#[derive(Clone, Copy, Debug)]
-pub struct Scale {
-    pub factor: f64,
-    /// Changed in place
-    pub x: Buffer,
-}
-
 /// x = value
 #[derive(Clone, Copy, Debug)]
 pub struct Fill {
@@ -129,13 +121,6 @@ impl Device {
         match self {
             Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.sum::<T>(op)),
             Device::Cuda(cuda) => cuda.sum(op),
-        }
-    }
-
-    pub fn scale(&mut self, op: &Scale) {
-        match self {
-            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.scale::<T>(op)),
-            Device::Cuda(cuda) => cuda.scale(op),
         }
     }
 

@@ -1,10 +1,10 @@
 //! Grouped products over the rows of each expert.
 //!
-//! Routed rows lie expert-major, then by source (the rank that sent them): segment g * S + s holds
-//! rows offsets[g * S + s] .. offsets[g * S + s + 1]. The number of rows, offsets[G * S], is known
-//! to the device alone; row buffers may be longer. What a row becomes never depends on the other
-//! rows. Weight gradients are kept apart by segment, so that they can be summed in an order that
-//! does not depend on the number of ranks. Each expert's weights are a buffer of their own.
+//! Routed rows lie expert-major: expert g has rows offsets[g] .. offsets[g + 1]. The number of
+//! rows, offsets[G], is known to the device alone; row buffers may be longer. What a row becomes
+//! never depends on the other rows. Each expert's weights are a buffer of their own. Weight
+//! gradients may be asked for by smaller segments, such as each source's rows of an expert, so that
+//! they can be summed in an order that does not depend on the number of ranks.
 //!
 //! A gated expert computes act(x Wg^T) * (x Wu^T), its hidden buffers hold gate | up, W = 2 F wide.
 //! An ungated one computes act(x Wu^T); W = F, and the gate lists are empty.
@@ -29,14 +29,13 @@ pub enum Activation {
 pub struct ExpertsUp<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     pub activation: Activation,
     pub gated: bool,
     /// [any, D]
     pub x: Buffer,
     /// u32 [R]: the row of x that each routed row is
     pub row_index: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [G + 1]
     pub offsets: Buffer,
     /// G of [F, D]; empty if not gated
     pub w_gate: &'a [Buffer],
@@ -53,10 +52,9 @@ pub struct ExpertsUp<'a> {
 pub struct ExpertsDown<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     /// [R, F]
     pub a: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [G + 1]
     pub offsets: Buffer,
     /// G of [D, F]
     pub w_down: &'a [Buffer],
@@ -71,14 +69,13 @@ pub struct ExpertsDown<'a> {
 pub struct ExpertsDownBackward<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     pub activation: Activation,
     pub gated: bool,
     /// [any, D]: gradients of tokens
     pub dy: Buffer,
     /// u32 [R]: the row of dy that each routed row belongs to
     pub row_index: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [G + 1]
     pub offsets: Buffer,
     /// G of [D, F]
     pub w_down: &'a [Buffer],
@@ -96,24 +93,21 @@ pub struct ExpertsDownBackward<'a> {
     pub a_scaled: Buffer,
 }
 
-/// dW2[g, s] = sum over the segment's rows, ascending as in a product, of dy[row_index[r]]^T
-/// a_scaled[order[r]]; zeros for an empty segment.
+/// dW2[s] = sum over the segment's rows, ascending as in a product, of dy[row_index[r]]^T
+/// a_scaled[r]; zeros for an empty segment.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsDownWgrad<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     /// [any, D]
     pub dy: Buffer,
     /// u32 [R]
     pub row_index: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [S + 1]
     pub offsets: Buffer,
-    /// u32 [R]: which row of `a_scaled` each is; none: the r-th.
-    pub order: Option<Buffer>,
     /// [R, F]
     pub a_scaled: Buffer,
-    /// Outputs: G * S of [D, F]
+    /// Outputs: S of [D, F]
     pub dw_down: &'a [Buffer],
 }
 
@@ -122,11 +116,10 @@ pub struct ExpertsDownWgrad<'a> {
 pub struct ExpertsDgrad<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     pub gated: bool,
     /// [R, W]
     pub dh: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [G + 1]
     pub offsets: Buffer,
     /// G of [F, D]; empty if not gated
     pub w_gate: &'a [Buffer],
@@ -136,27 +129,24 @@ pub struct ExpertsDgrad<'a> {
     pub dx: Buffer,
 }
 
-/// dWg[g, s] = sum over the segment's rows of dgate[order[r]]^T x[row_index[r]], dWu alike with
-/// dup; zeros for an empty segment.
+/// dWg[s] = sum over the segment's rows of dgate[r]^T x[row_index[r]], dWu alike with dup; zeros
+/// for an empty segment.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsUpWgrad<'a> {
     pub dim: usize,
     pub hidden: usize,
-    pub sources: usize,
     pub gated: bool,
     /// [any, D]
     pub x: Buffer,
     /// u32 [R]
     pub row_index: Buffer,
-    /// u32 [G * S + 1]
+    /// u32 [S + 1]
     pub offsets: Buffer,
-    /// u32 [R]: which row of `dh` each is; none: the r-th.
-    pub order: Option<Buffer>,
     /// [R, W]
     pub dh: Buffer,
-    /// Outputs: G * S of [F, D]; empty if not gated
+    /// Outputs: S of [F, D]; empty if not gated
     pub dw_gate: &'a [Buffer],
-    /// Outputs: G * S of [F, D]
+    /// Outputs: S of [F, D]
     pub dw_up: &'a [Buffer],
 }
 

@@ -7,10 +7,11 @@
 //! known from the data.
 //!
 //! A CPU computes in F32 or F64, all float buffers of one kind. Its bits are those of `Matmul`,
-//! `CrossEntropy`, `SumF64` and two `Matmul` over all tokens at once, because a chunk is a multiple
-//! of the 256 that one chain of a product covers. CUDA computes in Bf16, F16 or F32: logits and
-//! their gradient are rounded to that kind (as PyTorch's composition rounds them), sums, softmax
-//! and loss are fp32 or f64. In 16 bits the gradient of the table is rounded after every chunk.
+//! `CrossEntropy`, a sum in f64 and two `Matmul` over all tokens at once, because a chunk is a
+//! multiple of the 256 that one chain of a product covers. CUDA computes in Bf16, F16 or F32:
+//! logits and their gradient are rounded to that kind (as PyTorch's composition rounds them), sums,
+//! softmax and loss are fp32 or f64. In 16 bits the gradient of the table is rounded after every
+//! chunk.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::LayerError;

@@ -60,7 +60,7 @@ pub use convert::{AddUp, Cast, JoinMaster, SplitMaster};
 pub use cpu::{CpuDevice, Float, Isa};
 pub use device::{Device, KernelError, Lack, Posted, Traffic};
 pub use elementwise::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Strided, Sum,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Strided, Sum,
 };
 pub use embed::{Embed, EmbedBackward};
 pub use experts::{
@@ -73,7 +73,7 @@ pub use gate_input::{
     Mask, MaskRows, NormalizeRows, NormalizeRowsBackward, Temper, TemperBackward,
 };
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
-pub use loss::{CrossEntropy, IGNORE, SumF64};
+pub use loss::{CrossEntropy, IGNORE};
 pub use pages::Pages;
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
@@ -85,7 +85,7 @@ pub use moe_here::{
 };
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};
-pub use optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+pub use optimizer::{AdamW, BlockSquareSums, SQUARE_SUM_BLOCK};
 pub use place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 pub use rope::Rope;
 pub use step_numbers::{

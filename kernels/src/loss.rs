@@ -24,26 +24,11 @@ pub struct CrossEntropy {
     pub loss: Buffer,
 }
 
-/// out[0] = x[0] + x[1] + ..., ascending, all F64
-#[derive(Clone, Copy, Debug)]
-pub struct SumF64 {
-    pub x: Buffer,
-    /// Output F64 [1]
-    pub out: Buffer,
-}
-
 impl Device {
     pub fn cross_entropy(&mut self, op: &CrossEntropy) {
         match self {
             Device::Cpu(cpu) => on_float!(op.logits.dtype(), T => cpu.cross_entropy::<T>(op)),
             Device::Cuda(cuda) => cuda.lacks("cross_entropy"),
-        }
-    }
-
-    pub fn sum_f64(&mut self, op: &SumF64) {
-        match self {
-            Device::Cpu(cpu) => cpu.sum_f64(op),
-            Device::Cuda(cuda) => cuda.lacks("sum_f64"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The norm of gradients, AdamW, and the watch for numbers that are none.
+//! The norm of gradients, and AdamW.
 
 use crate::buffer::Buffer;
 use crate::device::{Device, on_float};
@@ -41,14 +41,6 @@ pub struct AdamW {
     pub g: Buffer,
 }
 
-/// count[0] = how many elements of x are infinite or not a number
-#[derive(Clone, Copy, Debug)]
-pub struct CountNonFinite {
-    pub x: Buffer,
-    /// Output u32 [1]
-    pub count: Buffer,
-}
-
 /// x^n by squaring, the same products on every machine.
 pub(crate) fn power(x: f64, n: u64) -> f64 {
     let (mut result, mut square, mut rest) = (1.0, x, n);
@@ -74,13 +66,6 @@ impl Device {
         match self {
             Device::Cpu(cpu) => on_float!(op.w.dtype(), T => cpu.adamw::<T>(op)),
             Device::Cuda(cuda) => cuda.lacks("adamw"),
-        }
-    }
-
-    pub fn count_non_finite(&mut self, op: &CountNonFinite) {
-        match self {
-            Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.count_non_finite::<T>(op)),
-            Device::Cuda(cuda) => cuda.count_non_finite(op),
         }
     }
 }

@@ -206,11 +206,11 @@ fn experts_case(gated: bool, activation: Activation) {
         let (down, gate) = rest.split_at(experts);
         let [h, a, y] = [width, hidden, dim].map(|columns| bed.output(slots * columns));
         bed.device.experts_up(&ExpertsUp {
-            dim, hidden, sources: 1, activation, gated, x, row_index: rows, offsets, w_gate: gate,
+            dim, hidden, activation, gated, x, row_index: rows, offsets, w_gate: gate,
             w_up: up, h, a,
         });
         bed.device.experts_down(&ExpertsDown {
-            dim, hidden, sources: 1, a, offsets, w_down: down, y,
+            dim, hidden, a, offsets, w_down: down, y,
         });
         let out = bed.output(tokens * dim);
         let residual = Some(x);
@@ -230,7 +230,7 @@ fn experts_case(gated: bool, activation: Activation) {
         let (ds, dh) = (bed.output(slots), bed.output(slots * width));
         let a_scaled = bed.output(slots * hidden);
         bed.device.experts_down_backward(&ExpertsDownBackward {
-            dim, hidden, sources: 1, activation, gated, dy, row_index, offsets,
+            dim, hidden, activation, gated, dy, row_index, offsets,
             w_down: &layer.down, h: layer.h, a: layer.a, s, ds, dh, a_scaled,
         });
         let outputs = |bed: &mut Bed, count| -> Vec<Buffer> {
@@ -239,17 +239,15 @@ fn experts_case(gated: bool, activation: Activation) {
         let (dw_down, dw_up) = (outputs(bed, experts), outputs(bed, experts));
         let dw_gate = outputs(bed, gates);
         bed.device.experts_down_wgrad(&ExpertsDownWgrad {
-            order: None,
-            dim, hidden, sources: 1, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
+            dim, hidden, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
         });
         let dx_rows = bed.output(slots * dim);
         bed.device.experts_dgrad(&ExpertsDgrad {
-            dim, hidden, sources: 1, gated, dh, offsets, w_gate: &layer.gate, w_up: &layer.up,
+            dim, hidden, gated, dh, offsets, w_gate: &layer.gate, w_up: &layer.up,
             dx: dx_rows,
         });
         bed.device.experts_up_wgrad(&ExpertsUpWgrad {
-            order: None,
-            dim, hidden, sources: 1, gated, x: layer.x, row_index, offsets, dh, dw_gate: &dw_gate,
+            dim, hidden, gated, x: layer.x, row_index, offsets, dh, dw_gate: &dw_gate,
             dw_up: &dw_up,
         });
         // The residual brings dy itself.

@@ -180,7 +180,6 @@ fn ops_on_each_element() {
             bed.device.add(&Add { a: inputs[0], b: inputs[1] });
             let total = part(bed.floats(len + shift));
             bed.device.sum(&Sum { a: inputs[1], b: inputs[2], out: total });
-            bed.device.scale(&Scale { factor: -0.37, x: inputs[2] });
             bed.device.fill(&Fill { value: 1.625, x: filled });
             bed.device.clamp_backward(&ClampBackward { limit: 0.75, x: inputs[3], dx: inputs[4] });
             bed.device.clamp(&Clamp { limit: 0.75, x: inputs[3] });

@@ -4,17 +4,12 @@ use super::activation::{Gate, Gelu, Relu, Silu};
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float};
 use crate::elementwise::{
-    Clamp, ClampBackward, Fill, InitNormal, Scale, GatedMul, GatedMulBackward,
+    Clamp, ClampBackward, Fill, InitNormal, GatedMul, GatedMulBackward,
 };
 use crate::experts::Activation;
 use crate::philox::normals;
 
 impl CpuDevice {
-    pub(crate) fn scale<T: Float>(&mut self, op: &Scale) {
-        let isa = self.exec.isa;
-        scale_by::<T>(isa, self.slice_mut(op.x), T::of(op.factor));
-    }
-
     pub(crate) fn fill<T: Float>(&mut self, op: &Fill) {
         self.slice_mut::<T>(op.x).fill(T::of(op.value));
     }
@@ -87,14 +82,6 @@ impl CpuDevice {
             }
         });
     }
-}
-
-lanes_fn! {
-fn scale_by<T: Float>(x: &mut [T], factor: T) {
-    for x in x {
-        *x = *x * factor;
-    }
-}
 }
 
 lanes_fn! {

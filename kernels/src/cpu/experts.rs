@@ -14,7 +14,7 @@ impl CpuDevice {
     pub(crate) fn experts_up<T: GemmFloat>(&mut self, op: &ExpertsUp) {
         let (mut views, exec) = self.split();
         let x: &[T] = views.read(op.x);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
         let w_gate = weights::<T>(&mut views, op.w_gate, op.gated, &offsets, op.dim * op.hidden);
         let w_up = weights::<T>(&mut views, op.w_up, true, &offsets, op.dim * op.hidden);
@@ -44,7 +44,7 @@ impl CpuDevice {
     pub(crate) fn experts_down<T: GemmFloat>(&mut self, op: &ExpertsDown) {
         let (mut views, exec) = self.split();
         let a: &[T] = views.read(op.a);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let w_down = weights::<T>(&mut views, op.w_down, true, &offsets, op.dim * op.hidden);
         let y: &mut [T] = views.write(op.y);
         let y = Target::new(y, offsets.rows(), op.dim);
@@ -62,7 +62,7 @@ impl CpuDevice {
     pub(crate) fn experts_down_backward<T: GemmFloat>(&mut self, op: &ExpertsDownBackward) {
         let (mut views, exec) = self.split();
         let dy: &[T] = views.read(op.dy);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let rows = offsets.rows();
         let index: &[u32] = &views.read(op.row_index)[..rows];
         let w_down = weights::<T>(&mut views, op.w_down, true, &offsets, op.dim * op.hidden);
@@ -103,9 +103,8 @@ impl CpuDevice {
     pub(crate) fn experts_down_wgrad<T: GemmFloat>(&mut self, op: &ExpertsDownWgrad) {
         let (mut views, exec) = self.split();
         let dy: &[T] = views.read(op.dy);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
-        let order = order(&mut views, op.order, &offsets);
         let a: &[T] = views.read(op.a_scaled);
         assert_eq!(op.dw_down.len(), offsets.count(), "a gradient a segment: {op:?}");
         let mut work = Vec::new();
@@ -115,7 +114,7 @@ impl CpuDevice {
             work.push(Product {
                 k: count,
                 a: Operand::columns(dy, op.dim).gathered(&index[first..first + count]),
-                b: of_segment(a, (0, op.hidden), order, first, count),
+                b: of_segment(a, (0, op.hidden), first),
                 c: Target::new(dw, op.dim, op.hidden),
                 accumulate: false,
                 causal: Causal::None,
@@ -127,7 +126,7 @@ impl CpuDevice {
     pub(crate) fn experts_dgrad<T: GemmFloat>(&mut self, op: &ExpertsDgrad) {
         let (mut views, exec) = self.split();
         let dh: &[T] = views.read(op.dh);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let w_gate = weights::<T>(&mut views, op.w_gate, op.gated, &offsets, op.dim * op.hidden);
         let w_up = weights::<T>(&mut views, op.w_up, true, &offsets, op.dim * op.hidden);
         let dx: &mut [T] = views.write(op.dx);
@@ -151,9 +150,8 @@ impl CpuDevice {
     pub(crate) fn experts_up_wgrad<T: GemmFloat>(&mut self, op: &ExpertsUpWgrad) {
         let (mut views, exec) = self.split();
         let x: &[T] = views.read(op.x);
-        let offsets = Segments::new(views.read(op.offsets), op.sources);
+        let offsets = Segments::new(views.read(op.offsets));
         let index: &[u32] = &views.read(op.row_index)[..offsets.rows()];
-        let order = order(&mut views, op.order, &offsets);
         let dh: &[T] = views.read(op.dh);
         let width = width(op.hidden, op.gated);
         assert_eq!(op.dw_up.len(), offsets.count(), "a gradient a segment: {op:?}");
@@ -166,7 +164,7 @@ impl CpuDevice {
                 let dw: &mut [T] = views.write(*dw);
                 work.push(Product {
                     k: count,
-                    a: of_segment(dh, (column, width), order, first, count),
+                    a: of_segment(dh, (column, width), first),
                     b: Operand::columns(x, op.dim).gathered(&index[first..first + count]),
                     c: Target::new(dw, op.hidden, op.dim),
                     accumulate: false,
@@ -183,53 +181,24 @@ fn width(hidden: usize, gated: bool) -> usize {
     if gated { 2 * hidden } else { hidden }
 }
 
-/// Where the rows lie that a gradient sums; none: one behind the other.
-fn order<'a>(
-    views: &mut Views<'a>,
-    order: Option<Buffer>,
-    segments: &Segments<'_>,
-) -> Option<&'a [u32]> {
-    let all: &[u32] = views.read(order?);
-    Some(&all[..segments.rows()])
+/// The rows of a segment that begins at `first`, along k, each from `column` of `width` on.
+fn of_segment<T>(rows: &[T], (column, width): (usize, usize), first: usize) -> Operand<'_, T> {
+    Operand::columns(rows.get(first * width + column..).unwrap_or_default(), width)
 }
 
-/// The rows `first .. first + count` of a segment along k, each from `column` of `width` on.
-fn of_segment<'a, T>(
-    rows: &'a [T],
-    (column, width): (usize, usize),
-    order: Option<&'a [u32]>,
-    first: usize,
-    count: usize,
-) -> Operand<'a, T> {
-    match order {
-        _ if count == 0 => Operand::columns(rows, width),
-        Some(order) => {
-            Operand::columns(&rows[column..], width).gathered(&order[first..first + count])
-        }
-        None => Operand::columns(&rows[first * width + column..], width),
-    }
-}
-
-/// Where the rows of each expert and source lie.
+/// Where the rows of each expert lie, or of a part of them.
 struct Segments<'a> {
     offsets: &'a [u32],
-    sources: usize,
 }
 
 impl<'a> Segments<'a> {
-    fn new(offsets: &'a [u32], sources: usize) -> Segments<'a> {
-        let segments = offsets.len().checked_sub(1).expect("offsets have an end");
-        assert!(sources > 0 && segments.is_multiple_of(sources), "{segments} / {sources}");
-        assert!(offsets[0] == 0 && offsets.is_sorted(), "offsets ascend from 0: {offsets:?}");
-        Segments { offsets, sources }
+    fn new(offsets: &'a [u32]) -> Segments<'a> {
+        assert!(offsets.first() == Some(&0) && offsets.is_sorted(), "not from 0 on: {offsets:?}");
+        Segments { offsets }
     }
 
     fn count(&self) -> usize {
         self.offsets.len() - 1
-    }
-
-    fn experts(&self) -> usize {
-        self.count() / self.sources
     }
 
     fn rows(&self) -> usize {
@@ -242,18 +211,12 @@ impl<'a> Segments<'a> {
         (first, end - first)
     }
 
-    /// (first row, rows)
-    fn of_expert(&self, g: usize) -> (usize, usize) {
-        let [first, end] = [g, g + 1].map(|g| self.offsets[g * self.sources] as usize);
-        (first, end - first)
-    }
-
-    /// Cuts a buffer of all rows by expert: (first row, its rows).
+    /// Cuts a buffer of all rows by segment: (first row, its rows).
     fn bands<'t, T>(&self, target: Target<'t, T>) -> Vec<(usize, Target<'t, T>)> {
         let mut rest = target;
-        let mut bands = Vec::with_capacity(self.experts());
-        for g in 0..self.experts() {
-            let (first, count) = self.of_expert(g);
+        let mut bands = Vec::with_capacity(self.count());
+        for g in 0..self.count() {
+            let (first, count) = self.of_segment(g);
             let (band, below) = rest.split_rows(count);
             bands.push((first, band));
             rest = below;
@@ -270,7 +233,7 @@ fn weights<'a, T: Float>(
     segments: &Segments<'_>,
     size: usize,
 ) -> Vec<&'a [T]> {
-    let expected = if present { segments.experts() } else { 0 };
+    let expected = if present { segments.count() } else { 0 };
     assert_eq!(buffers.len(), expected, "a weight an expert");
     let weights: Vec<&[T]> = buffers.iter().map(|buffer| views.read(*buffer)).collect();
     assert!(weights.iter().all(|w| w.len() == size), "weights of {size} elements");

@@ -50,7 +50,7 @@ pub(crate) fn loss<T: Float + GemmFloat>(device: &mut Device, op: &HeadLoss) {
         device.matmul(&product(Layout::Tn, [vocab, dim, count], accumulate, all));
     }
     let Some(cpu) = device.as_cpu_mut() else { unreachable!("`loss` is of a CPU") };
-    // As `SumF64` sums them.
+    // In the order of tokens.
     let sum = cpu.slice::<f64>(parts.losses).iter().fold(0.0, |sum, x| sum + x);
     let targets = cpu.slice::<u32>(op.targets);
     let valid = targets.iter().filter(|target| **target != IGNORE).count();

@@ -2,7 +2,7 @@
 
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, Float, ROWS_PER_JOB, lanes};
-use crate::loss::{CrossEntropy, IGNORE, SumF64};
+use crate::loss::{CrossEntropy, IGNORE};
 
 impl CpuDevice {
     pub(crate) fn cross_entropy<T: Float>(&mut self, op: &CrossEntropy) {
@@ -23,14 +23,6 @@ impl CpuDevice {
                 *loss = token::<T>(exec.isa, row, *target, op.gradient, T::of(op.scale));
             }
         });
-    }
-
-    pub(crate) fn sum_f64(&mut self, op: &SumF64) {
-        let (mut views, _) = self.split();
-        let x: &[f64] = views.read(op.x);
-        let out: &mut [f64] = views.write(op.out);
-        assert_eq!(out.len(), 1, "{op:?}");
-        out[0] = x.iter().fold(0.0, |sum, x| sum + x);
     }
 }
 

@@ -230,7 +230,7 @@ pub(crate) fn experts(device: &mut Device, op: &MoeExperts) {
     hidden_rows(device, desc, tensors);
     let w_down = each(tensors.weights.down, desc, dim, hidden);
     let (a, y) = (saved.a, scratch.y);
-    device.experts_down(&ExpertsDown { dim, hidden, sources: 1, a, offsets, w_down: &w_down, y });
+    device.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down: &w_down, y });
     if each_row {
         return rows_of_choices(device, desc, (y, pos), out);
     }
@@ -270,7 +270,6 @@ fn hidden_rows(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
     device.experts_up(&ExpertsUp {
         dim: desc.dim,
         hidden: desc.hidden,
-        sources: 1,
         activation: activation(desc),
         gated: desc.gated,
         x: tensors.x,
@@ -345,7 +344,6 @@ fn hidden_gradient(
     device.experts_down_backward(&ExpertsDownBackward {
         dim,
         hidden,
-        sources: 1,
         activation: activation(desc),
         gated,
         dy: dout,
@@ -376,10 +374,8 @@ fn expert_gradients(
         write_bounds(device, desc, tensors, scratch.bounds);
     }
     let dw_down = ExpertsDownWgrad {
-        order: None,
         dim,
         hidden,
-        sources: into.sources,
         dy: dout,
         row_index: tensors.saved.rows,
         offsets: into.bounds,
@@ -391,7 +387,6 @@ fn expert_gradients(
     device.experts_dgrad(&ExpertsDgrad {
         dim,
         hidden,
-        sources: 1,
         gated,
         dh: scratch.dh,
         offsets: tensors.saved.offsets,
@@ -412,10 +407,8 @@ fn gradients_of_up(
     let into = Into::new(desc, tensors, gradients, scratch);
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
-        order: None,
         dim: desc.dim,
         hidden: desc.hidden,
-        sources: into.sources,
         gated: desc.gated,
         x: tensors.x,
         row_index: tensors.saved.rows,

@@ -3,7 +3,7 @@
 use super::exec::{Isa, lanes_fn};
 use super::{CpuDevice, ELEMENTS_PER_JOB, Float, lanes};
 use crate::buffer::Buffer;
-use crate::optimizer::{AdamW, BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+use crate::optimizer::{AdamW, BlockSquareSums, SQUARE_SUM_BLOCK};
 use crate::step_numbers::StepClass;
 
 impl CpuDevice {
@@ -39,14 +39,6 @@ impl CpuDevice {
         exec.run(jobs.zip(g.chunks(len)).collect(), 24 * g.len(), |(((w, m), v), g)| {
             update::<T>(exec.isa, factors, w, m, v, g);
         });
-    }
-
-    pub(crate) fn count_non_finite<T: Float>(&mut self, op: &CountNonFinite) {
-        let (mut views, exec) = self.split();
-        let x: &[T] = views.read(op.x);
-        let count: &mut [u32] = views.write(op.count);
-        assert_eq!(count.len(), 1, "{op:?}");
-        count[0] = non_finite::<T>(exec.isa, x);
     }
 }
 

@@ -68,15 +68,6 @@ sum_wide(const element* a, const float* b, element* out, u64 len, int whole) {
   each(len, whole, Total<float>{a, b, out});
 }
 
-struct Times {
-  float factor;
-  __device__ __forceinline__ float operator()(float x, float) const { return x * factor; }
-};
-extern "C" __global__ void __launch_bounds__(256)
-scale(element* x, u64 len, int whole, float factor) {
-  each(len, whole, Change<Times>{x, nullptr, {factor}});
-}
-
 // What is not a number stays so.
 struct Within {
   float limit;

@@ -7,8 +7,7 @@ use super::driver::{Launch, parameters};
 use super::step_ops::{Unit, all_whole};
 use crate::buffer::DType;
 use crate::elementwise::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Scale, Strided,
-    Sum,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Strided, Sum,
 };
 use crate::experts::Activation;
 use crate::gate_input::{Mask, MaskRows};
@@ -69,18 +68,6 @@ impl CudaDevice {
             let kernel = (Unit::Elementwise { element }, name);
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, out, len, whole]) }
-        });
-    }
-
-    pub(crate) fn scale(&mut self, op: &Scale) {
-        let (element, len) = (op.x.dtype(), op.x.len());
-        self.enqueue(|to| {
-            let x = to.at(op.x);
-            let whole = all_whole(&[x]);
-            let (launch, len, factor) = (launch(len, element, whole), len as u64, op.factor as f32);
-            let kernel = (Unit::Elementwise { element }, "scale");
-            // SAFETY: the parameters are those of `scale`.
-            unsafe { to.launch(kernel, launch, parameters![x, len, whole, factor]) }
         });
     }
 

@@ -7,7 +7,7 @@ use super::step_ops::{Enqueue, MasterKind, Unit};
 use crate::bucket::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::numbers::{MoveCorrections, SumRows};
-use crate::optimizer::{BlockSquareSums, CountNonFinite, SQUARE_SUM_BLOCK};
+use crate::optimizer::{BlockSquareSums, SQUARE_SUM_BLOCK};
 use crate::step_numbers::{StepControl, StepNumbers, StepParams};
 
 /// Parts of the sum of squares: eight blocks for each multiprocessor of an H200. Fixed, since the
@@ -85,18 +85,6 @@ impl CudaDevice {
 
     pub(crate) fn block_square_sums(&mut self, op: &BlockSquareSums) {
         self.enqueue(|to| squares(to, op.g, op.out, None));
-    }
-
-    pub(crate) fn count_non_finite(&mut self, op: &CountNonFinite) {
-        self.fill_zero(op.count);
-        self.enqueue(|to| {
-            let count = to.of(op.count, DType::U32, 1);
-            let (x, len) = (to.at(op.x), op.x.len() as u64);
-            let launch = Launch::new(op.x.len().div_ceil(256).clamp(1, PARTS_MAX), 256);
-            let kernel = (Unit::Numbers { gradient: op.x.dtype() }, "count_non_finite");
-            // SAFETY: the parameters are those of `count_non_finite`.
-            unsafe { to.launch(kernel, launch, parameters![x, len, count]) }
-        });
     }
 }
 

@@ -173,14 +173,3 @@ sum_rows(const double* x, double* out, u64 rows, u64 columns) {
   for (u64 row = 0; row < rows; row++) sum += x[row * columns + column];
   out[column] = sum;
 }
-
-// For what is no bucket.
-extern "C" __global__ void __launch_bounds__(256)
-count_non_finite(const element* x, u64 len, u32* count) {
-  u32 bad = 0;
-  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < len;
-       i += (u64)gridDim.x * blockDim.x)
-    bad += (__float_as_uint(as_float(x[i])) & 0x7f800000u) == 0x7f800000u;
-  bad = lanes_count(bad);
-  if (threadIdx.x % 32 == 0 && bad) atomicAdd(count, bad);
-}
