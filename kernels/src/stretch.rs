@@ -82,15 +82,6 @@ impl Device {
         }
     }
 
-    /// What a thread of the host has done beside the ops of a processor.
-    pub fn stretch_beside(&mut self, name: usize, begin: Instant, end: Instant) {
-        let stretches = &mut self.phases().stretches;
-        if stretches.asked {
-            let (begin, end) = (At::Host(begin), At::Host(end));
-            stretches.all.push(Stretch { name, lies: None, begin, end });
-        }
-    }
-
     fn time(&mut self, beside: bool) -> Option<At> {
         match self {
             Device::Cpu(_) => Some(At::Host(Instant::now())),

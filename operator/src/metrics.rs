@@ -4,8 +4,9 @@
 use crate::http::{self, Page, Place, Request};
 use crate::pulse::Pulse;
 pub use moejob_plan::lead::Figures as JobFigures;
-use moejob_manifest::problem::{printable, shorten};
+use moejob_manifest::problem::printable;
 use moejob_plan::track::Recovery;
+use moejob_protocol::bounds::shorten;
 use moejob_protocol::communication::{Link, Verb, VerbReport};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

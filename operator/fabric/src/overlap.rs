@@ -27,7 +27,7 @@ const WORTH: f64 = 0.95;
 /// A100's 108.
 const LEFT_FREE: f64 = 16.0 / 108.0;
 
-/// What one layer does, where each GPU has all tokens of its group at the experts.
+/// A mixture layer whose GPUs each get all tokens of their group: its bytes and its products.
 #[derive(Clone, Copy, Debug)]
 struct Layer<'a> {
     machines: Machines<'a>,
@@ -57,23 +57,22 @@ pub fn choice(job: &Job, layout: &Layout) -> (u32, Option<String>) {
         return (degree, Some("parallelism.overlapDegree says so".to_string()));
     }
     let Some(layer) = Layer::of(job, layout) else { return (1, None) };
-    let seconds = |degree| layer.seconds(degree);
-    let one = seconds(1);
+    let one = layer.seconds(1);
     let best = OVERLAP_DEGREES
         .into_iter()
-        .filter(|degree| job.takes_chunks(*degree))
-        .map(|degree| (degree, seconds(degree)))
-        .filter(|(degree, seconds)| *degree == 1 || *seconds <= WORTH * one)
-        .reduce(|best, other| if other.1 < best.1 { other } else { best });
-    let (degree, seconds) = best.unwrap_or((1, one));
-    let (ms, one) = (seconds * 1e3, one * 1e3);
-    match degree {
-        1 => (1, Some(format!("{one:.2} ms a layer expected, and hardly less with several"))),
-        // Nobody has measured them between nodes, so they are for who asks.
-        _ => (1, Some(format!(
+        .filter(|degree| *degree > 1 && job.takes_chunks(*degree))
+        .map(|degree| (degree, layer.seconds(degree)))
+        .filter(|(_, seconds)| *seconds <= WORTH * one)
+        .min_by(|a, b| a.1.total_cmp(&b.1));
+    let one = one * 1e3;
+    let why = match best.map(|(degree, seconds)| (degree, seconds * 1e3)) {
+        None => format!("{one:.2} ms a layer expected, and hardly less with several"),
+        // Nobody has measured chunks between nodes, so they are for who asks.
+        Some((degree, ms)) => format!(
             "{one:.2} ms a layer expected; `overlapDegree: {degree}` {ms:.2}, not measured on GPUs"
-        ))),
-    }
+        ),
+    };
+    (1, Some(why))
 }
 
 impl<'a> Layer<'a> {

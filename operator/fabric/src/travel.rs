@@ -154,7 +154,6 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let training = &job.training;
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let (element, dim) = (training.precision.element(), u64::from(job.model.hidden_size));
-    let rows = |row: u64| (tokens * row) as f64;
     // One GPU of the group on each node: there is nothing to pass on.
     if rails.places == 1 {
         return (Exchange::Flat, None);
@@ -162,15 +161,16 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let formats = training.compute.formats(element, job.model.slices().per_token);
     let out = [formats.tokens, formats.gradients].map(|of| of.bytes(dim));
     let ways = [out[0], out[1], formats.token_bytes(dim)[1]];
-    let [flat, two] = gathered(&machines, rails, ways.map(|row| rows(row) * f64::from(ep)));
-    let (one, other) = (flat * 1e3, two * 1e3);
-    let why = match two < flat {
+    let ways = ways.map(|row| (tokens * row) as f64 * f64::from(ep));
+    let [flat, rails] = gathered(&machines, rails, ways).map(|seconds| seconds * 1e3);
+    let why = if rails < flat {
         // Nobody has measured rails between nodes of GPUs, so they are for who asks.
-        true => format!(
-            "{one:.2} ms a layer expected; `exchange: hierarchical` {other:.2}, not measured on \
+        format!(
+            "{flat:.2} ms a layer expected; `exchange: hierarchical` {rails:.2}, not measured on \
              GPUs"
-        ),
-        false => format!("{one:.2} ms a layer expected, else {other:.2}"),
+        )
+    } else {
+        format!("{flat:.2} ms a layer expected, else {rails:.2}")
     };
     (Exchange::Flat, Some(why))
 }

@@ -1,5 +1,6 @@
 //! A problem of the user's input: where, what was found, what is allowed, what to do.
 
+use moejob_protocol::bounds::shorten;
 use std::fmt;
 
 /// A position in a file, both counted from 1.
@@ -109,7 +110,7 @@ impl fmt::Display for Code {
 
 /// A field of a field of ours has less; the names of an overlay are the user's.
 const PATH_BYTES_MAX: usize = 512;
-/// Of what was found, what is allowed, and what to do.
+/// Each part of a problem's sentence: what was found, what is allowed, and what to do.
 const PART_BYTES_MAX: usize = 1 << 10;
 
 /// One line for a person: ``4:15 E0106 spec.nodes.min: found `0`; allowed: 1 to 4096; write ..``.
@@ -222,12 +223,6 @@ pub fn printable(text: &str) -> String {
 pub fn printable_lines(text: &str) -> String {
     let line = |line: &str| line.split('\t').map(printable).collect::<Vec<_>>().join("\t");
     text.split('\n').map(line).collect::<Vec<_>>().join("\n")
-}
-
-/// As many of its bytes as are whole characters, at most `bytes_max`.
-pub fn shorten(text: &mut String, bytes_max: usize) {
-    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-    text.truncate(end.unwrap_or(0));
 }
 
 /// The text, with no more than so many bytes, and no more memory: what is longer ends with dots.

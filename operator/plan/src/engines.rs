@@ -5,7 +5,8 @@
 //! metrics have it with the uuids (`Figures::ranks`). A status lists what is odd: the last losses.
 
 use crate::observed::{Gang, Millis, keep_newest};
-use moejob_manifest::problem::{printable, shorten};
+use moejob_manifest::problem::printable;
+use moejob_protocol::bounds::shorten;
 use moejob_protocol::report::{DEVICE_FAILED, Detail, Event, EventKind, VICTIM};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -143,8 +143,18 @@ fn cut_measured(measured: &mut [Measured]) {
 }
 
 fn cut_text(text: &mut String) {
-    let end = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-    text.truncate(end.unwrap_or(0));
+    shorten(text, TEXT_BYTES_MAX);
+}
+
+/// Leaves of a text as many whole characters as have together at most `bytes_max` bytes.
+pub fn shorten(text: &mut String, bytes_max: usize) {
+    text.truncate(beginning(text, bytes_max).len());
+}
+
+/// The first characters of a text, as many as have together at most `bytes_max` bytes.
+pub fn beginning(text: &str, bytes_max: usize) -> &str {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+    &text[..end.unwrap_or(0)]
 }
 
 #[cfg(test)]

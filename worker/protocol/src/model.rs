@@ -203,17 +203,6 @@ impl ModelConfig {
         self.gated_params(at, width, role, visitor);
     }
 
-    /// What the names of these matrices begin with.
-    pub fn expert_name(&self, layer: u32, expert: u32) -> String {
-        let mut found = String::new();
-        self.expert_params(layer, expert, &mut Each(|name: Arguments<'_>, _: &[u32], _: Role| {
-            let name = name.to_string();
-            let at = name.rsplitn(3, '.').nth(2).unwrap_or_default();
-            found = at.to_string();
-        }));
-        found
-    }
-
     fn attention_params(&self, layer: u32, visitor: &mut impl Visitor) {
         let (d, q, kv) = (self.hidden_size, self.q_size(), self.kv_size());
         let at = format!("model.layers.{layer}");

@@ -250,11 +250,6 @@ impl RouterConfig {
         fields.into_iter().filter(|(beyond, _)| *beyond).map(|(_, field)| field).collect()
     }
 
-    /// Whether the experts keep their weights in `step`, counted from 0.
-    pub fn warms_up(&self, step: u64) -> bool {
-        step < self.warmup_steps
-    }
-
     /// Choices that an expert takes of `tokens`; none: all. Switch and GShard (eq. 3 of Fedus et
     /// al. 2021; C of GShard's Algorithm 1): floor(|factor| K T / E). Tutel and the others: K
     /// floor(|factor| ceil(T / E)).

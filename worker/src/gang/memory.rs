@@ -5,6 +5,7 @@
 //! state. This module only promises that every access lies within memory that is really there.
 
 use moejob_kernels::threads::begin;
+use moejob_protocol::bounds::beginning;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{
@@ -259,11 +260,9 @@ impl Mapping {
 
     /// A short text behind its length; the longest that fits into `room` bytes.
     pub fn write_text(&self, at: usize, room: usize, text: &str) {
-        let most = room - 4;
-        let fits = |end: &usize| *end <= most && text.is_char_boundary(*end);
-        let end = (0..=text.len().min(most)).rev().find(fits).unwrap_or(0);
-        self.write(at + 4, &text.as_bytes()[..end]);
-        self.word(at).store(end as u32, Ordering::Release);
+        let text = beginning(text, room - 4);
+        self.write(at + 4, text.as_bytes());
+        self.word(at).store(text.len() as u32, Ordering::Release);
     }
 
     pub fn read_text(&self, at: usize, room: usize) -> String {

@@ -6,6 +6,7 @@
 //! Nobody waits for the round between them: it travels while the step computes.
 
 use crate::gang::comm::{Comm, CommError};
+use moejob_protocol::bounds::beginning;
 
 /// One rank's part.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,11 +59,7 @@ pub fn hear(comm: &mut Comm) -> Result<Vec<StepEnd>, CommError> {
 
 impl StepEnd {
     pub fn encode(&self) -> Vec<u8> {
-        let mut error = self.write_error.as_str();
-        while error.len() > ERROR_BYTES_MAX {
-            let shorter = (0..error.len()).rev().find(|at| error.is_char_boundary(*at));
-            error = &error[..shorter.unwrap_or(0)];
-        }
+        let error = beginning(&self.write_error, ERROR_BYTES_MAX);
         let flags = u32::from(self.checkpoint_now)
             | u32::from(self.stop_after_this_step) << 1
             | u32::from(self.snapshot_now) << 2

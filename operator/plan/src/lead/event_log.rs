@@ -2,8 +2,9 @@
 //! a minute. A worker that cries wolf, or an image made to do so, fills no event log.
 
 use crate::observed::Millis;
-use moejob_manifest::problem::{printable, printable_lines, shorten};
+use moejob_manifest::problem::{printable, printable_lines};
 use moejob_manifest::words::several;
+use moejob_protocol::bounds::shorten;
 use std::collections::VecDeque;
 
 /// So many events at once, and then one in so long.
