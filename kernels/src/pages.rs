@@ -8,7 +8,7 @@ use rustix::mm::{Advice, madvise};
 
 const PAGE: usize = 4096;
 
-/// What becomes of the pages that were copied to.
+/// Whether pages of the host stay mapped once bytes of a device were copied to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
     Stay,
@@ -23,7 +23,7 @@ impl Pages {
         advise(bytes, Advice::LinuxPopulateWrite);
     }
 
-    /// The same to read them.
+    /// Maps the pages of `bytes` to read them.
     pub fn come_to_read(bytes: &[u8]) {
         advise(bytes, Advice::LinuxPopulateRead);
     }
@@ -79,7 +79,7 @@ fn stream(from: &[u8], to: &mut [u8]) {
         }
     }
     rest[whole..].copy_from_slice(&from[whole..]);
-    // What follows on other processors is behind the stores.
+    // Stores past the caches reach other processors in any order, unless a fence is behind them.
     _mm_sfence();
 }
 

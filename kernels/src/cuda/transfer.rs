@@ -107,7 +107,7 @@ impl Transfer {
             while let Some((address, piece)) = next().map(|at| pieces[at]) {
                 let going = &mut lane.0[0];
                 Pages::come_to_read(piece);
-                // What this half took last has arrived.
+                // The bus may still read what this half held before.
                 going.stream.synchronize()?;
                 copy_past_caches(piece, &mut going.pinned.as_mut_slice()[..piece.len()]);
                 // SAFETY: within one of the caller's ranges, and waited for above or below.

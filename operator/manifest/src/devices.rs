@@ -35,7 +35,7 @@ pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     }
 }
 
-/// What would have no effect on processors, which send each row to those that need it.
+/// Warns of fields that have no effect on processors, which send each row to those that need it.
 pub fn warnings(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     if job.profile.backend != Backend::Cpu {
         return Vec::new();

@@ -220,10 +220,10 @@ pub struct ParallelismSpec {
     /// Ranks that share the layers (pp). Only 1 yet. Default: 1.
     #[schemars(range(min = 1, max = 1024))]
     pub pipeline: Option<u32>,
-    /// What of dense parameters (all but experts and vectors) a rank keeps of its own share alone,
-    /// by the stages of ZeRO: 1, the optimizer's state; 2, gradients, too; 3, weights, too, which
-    /// are gathered ahead of each use. Each stage takes less memory and sends more. In precisions
-    /// other than fp32, with several micro-batches of a rank in a step, 2 and 3 add up gradients in
+    /// The stage of ZeRO for dense parameters (all but experts and vectors). A rank keeps of its
+    /// own share alone: 1, the optimizer's state; 2, gradients, too; 3, weights, too, which are
+    /// gathered ahead of each use. Each stage takes less memory and sends more. In precisions other
+    /// than fp32, with several micro-batches of a rank in a step, 2 and 3 add up gradients in
     /// another order than 1. Default: 1.
     #[schemars(range(min = 1, max = 3))]
     pub zero: Option<u32>,
