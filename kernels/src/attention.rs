@@ -63,7 +63,8 @@ pub struct AttentionBackward {
 
 /// [`Attention`] of tokens that come after others whose keys and values are kept: one sequence, of
 /// which `past` tokens are known and `queries` are new. The new keys and values are kept, too. Each
-/// output has the bits that attention over the whole sequence gives it. Processors alone have it.
+/// output of processors has the bits that attention over the whole sequence gives it; GPUs add up
+/// parts of 256 keys each.
 #[derive(Clone, Copy, Debug)]
 pub struct CachedAttention {
     pub queries: usize,
@@ -109,7 +110,7 @@ impl Device {
     pub fn cached_attention(&mut self, op: &CachedAttention) {
         match self {
             Device::Cpu(cpu) => on_float!(op.o.dtype(), T => cpu.cached_attention::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("cached_attention"),
+            Device::Cuda(cuda) => cuda.cached_attention(op),
         }
     }
 

@@ -1,6 +1,5 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
-use crate::pages::Pages;
 use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::cpu::{CpuDevice, Isa};
 use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
@@ -23,8 +22,8 @@ pub struct Traffic {
 /// The same while it is counted.
 #[derive(Debug, Default)]
 pub(crate) struct TrafficCounts {
-    writes: AtomicU64,
-    reads: AtomicU64,
+    pub(crate) writes: AtomicU64,
+    pub(crate) reads: AtomicU64,
     waits: AtomicU64,
 }
 
@@ -325,7 +324,7 @@ impl Device {
         self.counts().now()
     }
 
-    fn counts(&self) -> &TrafficCounts {
+    pub(crate) fn counts(&self) -> &TrafficCounts {
         match self {
             Device::Cpu(cpu) => &cpu.traffic,
             Device::Cuda(cuda) => &cuda.traffic,
@@ -341,38 +340,14 @@ impl Device {
         }
     }
 
-    /// [`Device::write`] of bytes into each of some buffers, which do not overlap. On a GPU they go
-    /// together, which is faster than one by one.
-    pub fn write_all(&mut self, all: &[(Buffer, &[u8])]) {
-        match self {
-            Device::Cuda(cuda) => {
-                cuda.traffic.writes.fetch_add(all.len() as u64, Ordering::Relaxed);
-                cuda.write_all(all);
-            }
-            device => all.iter().for_each(|(buffer, from)| device.write(*buffer, from)),
-        }
-    }
-
     /// Waits for everything enqueued, then copies `buffer` into host elements, as many.
     pub fn read<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.await_marks();
         self.read_ops(buffer, into);
     }
 
-    /// [`Device::read`] of the bytes of each of some buffers. From a GPU they come together, which
-    /// is faster than one by one, and `pages` of what they are copied to leave or stay.
-    pub fn read_all(&self, all: Vec<(Buffer, &mut [u8])>, pages: Pages) {
-        match self {
-            Device::Cuda(cuda) => {
-                self.await_marks();
-                cuda.traffic.reads.fetch_add(all.len() as u64, Ordering::Relaxed);
-                cuda.read_all(all, pages);
-            }
-            device => all.into_iter().for_each(|(buffer, into)| device.read(buffer, into)),
-        }
-    }
-
-    /// The same of what ops alone have written: what is under way beside them is not waited for.
+    /// [`Device::read`] of what ops alone have written: what is under way beside them is not waited
+    /// for.
     pub fn read_ops<E: Element>(&self, buffer: Buffer, into: &mut [E]) {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {

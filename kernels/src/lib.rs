@@ -19,6 +19,7 @@ mod buffer;
 mod device;
 mod marks;
 mod pages;
+mod stored;
 mod stretch;
 
 pub mod memory_bounds;
@@ -75,6 +76,7 @@ pub use gate_input::{
 pub use head::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, head_numbers};
 pub use loss::{CrossEntropy, IGNORE};
 pub use pages::Pages;
+pub use stored::Stored;
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};

@@ -4,7 +4,9 @@
 mod stubs;
 
 use moejob_kernels::cuda::{Captured, CudaDevice, LayerError};
-use moejob_kernels::{Add, ArenaPlan, BiasBackward, Buffer, DType, Device, StepPhase};
+use moejob_kernels::{
+    Add, ArenaPlan, BiasBackward, Buffer, DType, Device, StepPhase, Stored,
+};
 use std::process::Command;
 use stubs::Stubs;
 use stubs::cudarc::Cudarc;
@@ -93,7 +95,7 @@ fn what_cannot_be_in_a_graph_spoils_the_capture_alone() {
         ("bytes of the host", |bed| bed.device.write(bed.b, &[5_u32; 4])),
         ("bytes of the host", |bed| {
             let (b, bytes) = (bed.b.reinterpret(DType::U8), [5; 16]);
-            bed.device.write_all(&[(b, &bytes)]);
+            bed.device.write_all(&[(Stored::Plain(b), &bytes)]);
         }),
         ("a copy to the host", |bed| drop(bed.device.read_vec::<u32>(bed.a))),
         ("a copy to the host", |bed| drop(bed.device.post(bed.a))),

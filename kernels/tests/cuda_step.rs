@@ -247,6 +247,36 @@ fn conversions_have_the_bits_of_the_cpu() {
 }
 
 #[test]
+fn stored_floats_cross_as_on_the_cpu() {
+    // Pieces of the bus are 2 MiB; neither length fills one.
+    for len in [1_100_003, 77] {
+        let run = |mut bed: StepBed| {
+            let numbers = bed.values(len);
+            let from: Vec<u8> =
+                numbers.iter().flat_map(|x| (*x as f32).to_ne_bytes()).collect();
+            let [a, b, c] = [(); 3].map(|()| bed.output(DType::Bf16, len));
+            let (low, half) = (bed.output(DType::I16, len), bed.output(DType::F16, len));
+            let whole = bed.output(DType::F32, len);
+            let places = [
+                Stored::Plain(whole),
+                Stored::Halves { weight: a, low },
+                Stored::Upper(b),
+                Stored::Bf16(c),
+                Stored::F16(half),
+            ];
+            bed.device.write_all(&places.map(|place| (place, from.as_slice())));
+            let mut back = places.map(|_| vec![7; from.len()]);
+            let reads = places.into_iter().zip(back.iter_mut().map(|back| &mut back[..]));
+            bed.device.read_all(reads.collect(), Pages::Stay);
+            assert!(back[0] == from && back[1] == from, "{len}");
+            (back, [a, b, c, low, half, whole].map(|of| bed.bytes(of)))
+        };
+        let Some(bed) = StepBed::cuda("stored floats", DType::F32, DType::F32) else { return };
+        assert!(run(bed) == run(StepBed::cpu(DType::F32, DType::F32)), "{len}");
+    }
+}
+
+#[test]
 fn sums_in_fp64_have_the_bits_of_the_cpu() {
     for x in [DType::F32, DType::F64] {
         let run = |mut bed: StepBed| {

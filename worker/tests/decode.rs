@@ -3,14 +3,17 @@
 
 mod common;
 
+use common::fit_gpus;
 use common::reference::Reference;
-use moe_worker::engine::decode::{DecodeError, Decoder};
+use moe_worker::engine::decode::{Computer, DecodeError, Decoder};
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
 use moe_worker::engine::round::{Aim, Round};
 use moe_worker::engine::sample::Sampling;
+use moe_worker::state::rank::RankState;
 use moe_worker::state::snapshot::initialize;
+use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -48,8 +51,12 @@ fn whole(config: &ModelConfig, fill: Fill, ids: &[u32]) -> Vec<Vec<f64>> {
     x.chunks_exact(d).map(row).collect()
 }
 
+fn on_processors(precision: Precision, threads: usize) -> Computer {
+    Computer::Processors { threads, precision }
+}
+
 fn decoder(config: &ModelConfig, fill: Fill, capacity: usize, threads: usize) -> Decoder {
-    let opened = Decoder::empty(config, capacity as u32, Precision::Fp64, threads);
+    let opened = Decoder::empty(config, capacity as u32, on_processors(Precision::Fp64, threads));
     let mut decoder = opened.expect("a small arena");
     fill(decoder.model_mut());
     decoder
@@ -155,7 +162,8 @@ fn a_router_that_holds_on_to_experts_remembers_them() {
     decoder.forget();
     let mut plain = config.clone();
     plain.router.hysteresis = 0.0;
-    let mut without = Decoder::empty(&plain, 40, Precision::Fp64, 1).expect("a small arena");
+    let without = Decoder::empty(&plain, 40, on_processors(Precision::Fp64, 1));
+    let mut without = without.expect("a small arena");
     fill(without.model_mut());
     without.feed(&ids[..10]).expect("a token");
     assert_ne!(held, without.feed(&ids[10..]).expect("a token"));
@@ -173,7 +181,8 @@ fn experts_that_choose_among_a_whole_text_are_refused_by_name() {
         aux_loss_coef: 0.0,
         ..RouterConfig::default()
     };
-    let refused = Decoder::empty(&tiny(router), 10, Precision::Fp32, 1).expect_err("is refused");
+    let refused = Decoder::empty(&tiny(router), 10, on_processors(Precision::Fp32, 1));
+    let refused = refused.expect_err("is refused");
     assert!(refused.to_string().contains("`expertChoice`"), "{refused}");
     let fill = |model: &mut Model| initialize(model, 5);
     let mut decoder = decoder(&tiny(RouterConfig::default()), &fill, 10, 1);
@@ -228,5 +237,58 @@ fn the_likeliest_tokens_are_those_of_transformers() {
             found.extend(&next);
         }
         assert_eq!(found, expected, "{name}");
+    }
+}
+
+/// The likeliest tokens of a GPU in fp32 are those of processors, over more than one part of keys,
+/// and its numbers of 16 bits come near.
+#[test]
+fn a_gpu_generates_what_processors_do() {
+    if Gpu::open(0).is_err() {
+        println!("no GPU: left out");
+        return;
+    }
+    let mut config = common::model();
+    fit_gpus(&mut config);
+    config.initializer_range = 0.1;
+    let prompt = text(config.vocab_size, 300);
+    let opened = |computer| {
+        let mut decoder = Decoder::empty(&config, 600, computer).expect("a small arena");
+        initialize(decoder.model_mut(), 5);
+        decoder.model_mut().finish().expect("a state");
+        decoder
+    };
+    let apart = |found: &[f64], expected: &[f64]| {
+        let distance = |(found, expected): (&f64, &f64)| (found - expected).abs();
+        let largest = expected.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+        found.iter().zip(expected).map(distance).fold(0.0, f64::max) / largest
+    };
+    let (mut expected, mut next) = (Vec::new(), prompt.clone());
+    let mut processors = opened(on_processors(Precision::Fp32, 2));
+    for at in 0..300 {
+        let logits = processors.feed(&next).expect("a token");
+        next = vec![Sampling::GREEDY.choose(&logits, at)];
+        expected.push((next[0], logits));
+    }
+    for (precision, most) in [
+        (Precision::Fp32, 1e-4),
+        (Precision::Tf32, 2e-2),
+        (Precision::Bf16, 1e-1),
+        (Precision::Fp16, 2e-2),
+    ] {
+        let mut gpu = opened(Computer::Gpu { precision });
+        let (mut next, mut far) = (prompt.clone(), 0);
+        for (at, (token, expected)) in expected.iter().enumerate() {
+            let logits = gpu.feed(&next).expect("a token");
+            let apart = apart(&logits, expected);
+            if precision == Precision::Fp32 {
+                assert_eq!(Sampling::GREEDY.choose(&logits, 0), *token, "token {at}: {apart:e}");
+            }
+            far += u32::from(apart >= most);
+            next = vec![*token];
+        }
+        // Choices of experts that lie close flip in numbers of 16 bits.
+        let flips = if precision == Precision::Fp32 { 0 } else { 30 };
+        assert!(far <= flips, "{precision:?}: {far} of 300 tokens are {most:e} apart or more");
     }
 }

@@ -26,6 +26,7 @@ use super::step_ops::StepOps;
 use super::token_lane::TokenLane;
 use super::transfer::{self, Transfer};
 use crate::pages::Pages;
+use crate::stored::Stored;
 use crate::attention::{Attention, AttentionBackward};
 use crate::buffer::{ArenaPlan, Buffer, Element};
 use crate::device::TrafficCounts;
@@ -334,21 +335,19 @@ impl CudaDevice {
                 return Ok(self.arena.write(buffer, from)?);
             }
             // SAFETY: the address is that of a buffer of the arena, as long as `from`.
-            Ok(unsafe { self.transfer()?.write_all(&[(self.arena.address(buffer), bytes)]) }?)
+            let to = Stored::Plain(self.arena.address(buffer));
+            Ok(unsafe { self.transfer()?.write_all([(to, bytes)]) }?)
         });
     }
 
-    /// Bytes into each of some buffers.
-    pub(crate) fn write_all(&self, all: &[(Buffer, &[u8])]) {
+    /// Floats into each of some places, which have room for as many.
+    pub(crate) fn write_all(&self, all: &[(Stored, &[u8])]) {
         self.attempt_outside("bytes of the host", || {
             self.settle()?;
-            let address = |(buffer, from): &(Buffer, &'_ [u8])| {
-                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, from.len()));
-                self.arena.address(*buffer)
-            };
-            let all: Vec<(u64, &[u8])> = all.iter().map(|of| (address(of), of.1)).collect();
-            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
-            Ok(unsafe { self.transfer()?.write_all(&all) }?)
+            let address = |buffer| self.arena.address(buffer);
+            let all = all.iter().map(|(to, from)| (to.map(address), *from));
+            // SAFETY: the addresses are those of buffers of the arena, with room for as much.
+            Ok(unsafe { self.transfer()?.write_all(all) }?)
         });
     }
 
@@ -414,21 +413,19 @@ impl CudaDevice {
             assert_eq!((buffer.dtype(), buffer.len()), (E::DTYPE, into.len()), "{buffer:?}");
             // SAFETY: every pattern of bytes is an `Element`, and the borrow is exclusive.
             let bytes = unsafe { std::slice::from_raw_parts_mut(into.as_mut_ptr().cast(), bytes) };
-            let from = self.arena.address(buffer);
+            let from = Stored::Plain(self.arena.address(buffer));
             // SAFETY: the address is that of a buffer of the arena, as long as `into`.
             Ok(unsafe { self.transfer()?.read_all([(from, bytes)], Pages::Stay) }?)
         });
     }
 
-    /// The bytes of each of some buffers.
-    pub(crate) fn read_all(&self, all: Vec<(Buffer, &mut [u8])>, pages: Pages) {
+    /// The floats of each of some places, where as many bytes wait for them.
+    pub(crate) fn read_all(&self, all: Vec<(Stored, &mut [u8])>, pages: Pages) {
         self.attempt_outside("a copy to the host", || {
             self.settle()?;
-            let all = all.into_iter().map(|(buffer, into)| {
-                assert_eq!((buffer.dtype(), buffer.len()), (crate::DType::U8, into.len()));
-                (self.arena.address(buffer), into)
-            });
-            // SAFETY: the addresses are those of buffers of the arena, as long as their bytes.
+            let address = |buffer| self.arena.address(buffer);
+            let all = all.into_iter().map(|(from, into)| (from.map(address), into));
+            // SAFETY: the addresses are those of buffers of the arena, which hold as much.
             Ok(unsafe { self.transfer()?.read_all(all, pages) }?)
         });
     }

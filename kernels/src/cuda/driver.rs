@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -455,11 +456,11 @@ impl<E: Element> PinnedBuffer<E> {
         len: usize,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's range, and the stream is waited for before the borrow ends.
-        unsafe { self.enqueue_read(stream, from, len)? };
+        unsafe { self.enqueue_read(stream, from, 0..len)? };
         stream.synchronize()
     }
 
-    /// Enqueues a copy of the first `len` elements from the device address `from`.
+    /// Enqueues a copy of the elements `at` from the device address `from`.
     ///
     /// # Safety
     /// As many are allocated there, and this is neither used nor dropped before the copy is done.
@@ -467,15 +468,16 @@ impl<E: Element> PinnedBuffer<E> {
         &mut self,
         stream: &Stream,
         from: u64,
-        len: usize,
+        at: Range<usize>,
     ) -> Result<(), CudaError> {
-        let into = &mut self.as_mut_slice()[..len];
+        let len = at.len();
+        let into = &mut self.as_mut_slice()[at];
         // SAFETY: the caller's promise.
         unsafe { cu::memcpy_dtoh_async(into, from, stream.handle()) }
             .doing(|| format!("copying {len} elements from {from:#x}"))
     }
 
-    /// Enqueues a copy of the first `len` elements to the device address `to`.
+    /// Enqueues a copy of the elements `at` to the device address `to`.
     ///
     /// # Safety
     /// As many are allocated there, and this is not written to nor dropped before the copy is done.
@@ -483,9 +485,10 @@ impl<E: Element> PinnedBuffer<E> {
         &self,
         stream: &Stream,
         to: u64,
-        len: usize,
+        at: Range<usize>,
     ) -> Result<(), CudaError> {
-        let from = &self.as_slice()[..len];
+        let len = at.len();
+        let from = &self.as_slice()[at];
         // SAFETY: the caller's promise.
         unsafe { cu::memcpy_htod_async(to, from, stream.handle()) }
             .doing(|| format!("copying {len} elements to {to:#x}"))

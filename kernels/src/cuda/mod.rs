@@ -42,6 +42,7 @@
 mod arch;
 mod attention;
 mod attention_shape;
+mod cached_attention;
 mod call;
 mod captured;
 mod comm_lane;

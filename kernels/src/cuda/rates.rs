@@ -59,13 +59,15 @@ impl Copies {
         let host_to_device = fastest(&self.gpu, stream, COPIES * HOST_BYTES, READINGS, || {
             // SAFETY: the arena is longer, and the stream is drained before this is dropped.
             (0..COPIES).try_for_each(|_| unsafe {
-                self.pinned.enqueue_write(stream, base, HOST_BYTES)
+                self.pinned.enqueue_write(stream, base, 0..HOST_BYTES)
             })
         })?;
         let pinned = &mut self.pinned;
         let device_to_host = fastest(&self.gpu, stream, COPIES * HOST_BYTES, READINGS, || {
             // SAFETY: as above.
-            (0..COPIES).try_for_each(|_| unsafe { pinned.enqueue_read(stream, base, HOST_BYTES) })
+            (0..COPIES).try_for_each(|_| unsafe {
+                pinned.enqueue_read(stream, base, 0..HOST_BYTES)
+            })
         })?;
         let bytes = DEVICE_COPIES * DEVICE_BYTES;
         // The one reading is long: the fastest of short ones could fall between two turns of

@@ -57,7 +57,7 @@ impl Staging {
         pinned.as_mut_slice()[..from.len()].copy_from_slice(from);
         let event = Event::new(gpu)?;
         // SAFETY: the caller's range; the piece is kept until the event is past.
-        unsafe { pinned.enqueue_write(stream, to, from.len())? };
+        unsafe { pinned.enqueue_write(stream, to, 0..from.len())? };
         let piece = Piece { event, pinned };
         let recorded = stream.record(&piece.event);
         self.under_way.push(piece);
@@ -82,7 +82,7 @@ impl Staging {
         let mut pinned = self.piece(gpu, len, wait)?;
         let event = Event::new(gpu)?;
         // SAFETY: the caller's range; the piece is kept until the event is past.
-        unsafe { pinned.enqueue_read(stream, from, len)? };
+        unsafe { pinned.enqueue_read(stream, from, 0..len)? };
         stream.record(&event)?;
         Ok(Post(Some((Piece { event, pinned }, len))))
     }

@@ -4,7 +4,8 @@
 //! ```text
 //! Unit            which kernels, for which kinds and sizes: a compilation unit
 //! Enqueue         one op on its way: kernels, addresses, scratch
-//! norm.rs, embed.rs, elementwise.rs, convert.rs, wire.rs, optimizer.rs    the ops
+//! norm.rs, embed.rs, elementwise.rs, convert.rs, wire.rs, optimizer.rs, cached_attention.rs
+//!                 the ops
 //! ```
 
 use std::collections::HashMap;
@@ -22,7 +23,7 @@ use crate::step_numbers::{StepControl, StepNumbers, StepParams};
 
 /// Scratch that ops share, one after the other: partial sums of 264 rows of 16,384 fp32, or the
 /// order of a million tokens. An op that needs more makes it grow, which waits for the device.
-const SCRATCH_BYTES: usize = 20 << 20;
+pub(super) const SCRATCH_BYTES: usize = 20 << 20;
 
 /// Positions whose turns lie in a table; of those beyond each element computes its own.
 const TURN_POSITIONS: usize = 1 << 15;
@@ -50,6 +51,7 @@ pub(super) enum Unit {
     ColumnSums { element: DType },
     Elementwise { element: DType },
     Embed { element: DType, table: DType },
+    CachedAttention { element: DType, head_dim: usize },
     Convert,
     Wire { element: DType },
     Numbers { gradient: DType },
@@ -106,6 +108,10 @@ impl Unit {
             Unit::Embed { element, table } => {
                 let macros = [("ELEMENT", kind(element)), ("TABLE", kind(table))];
                 build("embedding", &macros, &[ELEMENTS, include_str!("embed.cu")])
+            }
+            Unit::CachedAttention { element, head_dim } => {
+                let macros = [("ELEMENT", kind(element)), ("HEAD_DIM", head_dim)];
+                build("cache", &macros, &[ELEMENTS, include_str!("cached_attention.cu")])
             }
             Unit::Convert => {
                 build("conversion", &[("ELEMENT", 0)], &[include_str!("convert.cu")])
@@ -395,6 +401,9 @@ pub(super) mod tests {
             units.push(Unit::Embed { element, table: element });
             units.push(Unit::Embed { element, table: DType::F32 });
             units.push(Unit::Numbers { gradient: element });
+            units.extend([16, 96, 128, 256].map(|head_dim| {
+                Unit::CachedAttention { element, head_dim }
+            }));
         }
         for moment in [DType::F32, DType::Bf16] {
             for (master, weight, gradient) in [

@@ -4,11 +4,14 @@
 //! of what the bus carries. Here each of a few threads has two pinned pieces of its own: while one
 //! is on the bus, the other is copied from or to where it belongs, and the pages of the next are
 //! mapped. Two H200 of one host read 11 GB each at 24 GB/s so, and at 9 with pages that fault.
+//! That copy also joins and parts the halves of floats.
 
 use super::driver::{Gpu, PinnedBuffer, Stream};
 use super::error::CudaError;
-use crate::pages::{Pages, copy_past_caches};
+use crate::pages::Pages;
+use crate::stored::Stored;
 use crate::threads::begin;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -36,6 +39,31 @@ struct Piece {
     pinned: PinnedBuffer<u8>,
 }
 
+/// Where floats lie on the device.
+pub(super) type Place = Stored<u64>;
+
+impl Place {
+    /// The places of `bytes` of the host, piece by piece.
+    fn pieces(self, bytes: usize) -> impl Iterator<Item = Place> {
+        let behind = move |start: usize| match self {
+            Stored::Plain(address) => Stored::Plain(address + start as u64),
+            halves => halves.map(|address| address + (start / 2) as u64),
+        };
+        (0..bytes).step_by(PIECE).map(behind)
+    }
+
+    /// What crosses the bus for `len` bytes of the host: addresses, and where in a pinned piece
+    /// their bytes are.
+    fn on_the_bus(self, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
+        let mut start = 0;
+        self.parts().map(move |(address, each)| {
+            let bytes = start..start + len * each / 4;
+            start = bytes.end;
+            (address, bytes)
+        })
+    }
+}
+
 impl Transfer {
     pub fn new(gpu: &Gpu) -> Result<Transfer, CudaError> {
         let piece = || -> Result<Piece, CudaError> {
@@ -46,39 +74,43 @@ impl Transfer {
         Ok(Transfer { gpu: gpu.clone(), lanes })
     }
 
-    /// Copies bytes from device addresses. What writes them has ended.
+    /// Copies floats from the device. What writes them has ended.
     ///
     /// # Errors
     /// The device failed.
     ///
     /// # Safety
-    /// The ranges are allocated on the device.
+    /// The places are allocated on the device, for as many bytes of the host.
     pub unsafe fn read_all<'a>(
         &self,
-        all: impl IntoIterator<Item = (u64, &'a mut [u8])>,
+        all: impl IntoIterator<Item = (Place, &'a mut [u8])>,
         pages: Pages,
     ) -> Result<(), CudaError> {
         let mut pieces = Vec::new();
         for (from, into) in all {
-            let parts = into.chunks_mut(PIECE).map(Mutex::new);
-            pieces.extend((from..).step_by(PIECE).zip(parts));
+            let places = from.pieces(into.len());
+            pieces.extend(places.zip(into.chunks_mut(PIECE).map(Mutex::new)));
         }
         self.each(pieces.len(), |lane, next| {
-            let mut on_the_bus: Option<&(u64, Mutex<&mut [u8]>)> = None;
+            let mut on_the_bus: Option<&(Place, Mutex<&mut [u8]>)> = None;
             loop {
                 let begun = next().map(|at| &pieces[at]);
                 let [coming, came] = &mut lane.0;
-                if let Some((address, piece)) = begun {
+                if let Some((place, piece)) = begun {
                     // Each piece is taken once, so nobody else waits for it.
                     let mut piece = piece.lock().unwrap_or_else(|broken| broken.into_inner());
-                    // SAFETY: within one of the caller's ranges, and waited for below.
-                    unsafe { coming.pinned.enqueue_read(&coming.stream, *address, piece.len())? };
+                    for (address, bytes) in place.on_the_bus(piece.len()) {
+                        let Piece { stream, pinned } = &mut *coming;
+                        // SAFETY: within one of the caller's places, and waited for below.
+                        unsafe { pinned.enqueue_read(stream, address, bytes)? };
+                    }
                     Pages::come(&mut piece);
                 }
-                if let Some((_, piece)) = on_the_bus {
+                if let Some((place, piece)) = on_the_bus {
                     let mut piece = piece.lock().unwrap_or_else(|broken| broken.into_inner());
                     came.stream.synchronize()?;
-                    copy_past_caches(&came.pinned.as_slice()[..piece.len()], &mut piece);
+                    let packed = place.packed_bytes(piece.len());
+                    place.unpack(&came.pinned.as_slice()[..packed], &mut piece);
                     pages.settle(&mut piece);
                 }
                 if begun.is_none() {
@@ -90,28 +122,34 @@ impl Transfer {
         })
     }
 
-    /// Copies bytes to device addresses. What used that memory has ended, and so have the copies
-    /// when this returns.
+    /// Copies floats to the device. What used that memory has ended, and so have the copies when
+    /// this returns.
     ///
     /// # Errors
     /// The device failed.
     ///
     /// # Safety
-    /// The ranges are allocated on the device and do not overlap.
-    pub unsafe fn write_all(&self, all: &[(u64, &[u8])]) -> Result<(), CudaError> {
+    /// The places are allocated on the device, for as many bytes of the host, and do not overlap.
+    pub unsafe fn write_all<'a>(
+        &self,
+        all: impl IntoIterator<Item = (Place, &'a [u8])>,
+    ) -> Result<(), CudaError> {
         let mut pieces = Vec::new();
         for (to, from) in all {
-            pieces.extend((*to..).step_by(PIECE).zip(from.chunks(PIECE)));
+            pieces.extend(to.pieces(from.len()).zip(from.chunks(PIECE)));
         }
         self.each(pieces.len(), |lane, next| {
-            while let Some((address, piece)) = next().map(|at| pieces[at]) {
-                let going = &mut lane.0[0];
+            while let Some((place, piece)) = next().map(|at| pieces[at]) {
+                let Piece { stream, pinned } = &mut lane.0[0];
                 Pages::come_to_read(piece);
                 // The bus may still read what this half held before.
-                going.stream.synchronize()?;
-                copy_past_caches(piece, &mut going.pinned.as_mut_slice()[..piece.len()]);
-                // SAFETY: within one of the caller's ranges, and waited for above or below.
-                unsafe { going.pinned.enqueue_write(&going.stream, address, piece.len())? };
+                stream.synchronize()?;
+                let packed = place.packed_bytes(piece.len());
+                place.pack(piece, &mut pinned.as_mut_slice()[..packed]);
+                for (address, bytes) in place.on_the_bus(piece.len()) {
+                    // SAFETY: within one of the caller's places, and waited for above or below.
+                    unsafe { pinned.enqueue_write(stream, address, bytes)? };
+                }
                 lane.0.swap(0, 1);
             }
             lane.0.iter().try_for_each(|half| half.stream.synchronize())

@@ -9,8 +9,11 @@ use clap::{Args, ValueEnum};
 use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
+use moejob_manifest::problem::Problem;
 use moejob_manifest::devices::on_one_gpu;
-use moejob_protocol::config::{DataConfig, Precision, TokenType, Tokenizer, ValidationConfig};
+use moejob_protocol::config::{
+    DataConfig, Precision, TokenType, Tokenizer, TrainingConfig, ValidationConfig,
+};
 use moejob_protocol::model::ModelConfig;
 use serde_json::json;
 use std::path::PathBuf;
@@ -156,24 +159,24 @@ fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measure
         Some(Numbers::Fp16) => Precision::Fp16,
     };
     let measurer = Measurer::Gpu { precision };
-    let lacks = on_one_gpu(model, &measurer.training(model, length));
-    if lacks.is_empty() {
-        return Ok(measurer);
+    match lacks_of_gpus(model, &measurer.training(model, length)) {
+        None => Ok(measurer),
+        Some(what) => Err(EvalError::Unsupported { what }),
     }
+}
+
+/// Why GPUs do not compute a model so, where they do not.
+pub(super) fn lacks_of_gpus(model: &ModelConfig, training: &TrainingConfig) -> Option<String> {
+    let lacks = on_one_gpu(model, training);
     // No manifest has been read whose fields could be named.
-    let lacks: Vec<String> = lacks
-        .iter()
-        .map(|of| {
-            let field = of.path.trim_start_matches("spec.");
-            format!("{field}: {}, allowed: {}", of.found, of.allowed)
-        })
-        .collect();
-    let what = format!(
-        "--device gpu: the kernels for GPUs are not made for this model; --device cpu measures \
-         it:\n  {}",
-        lacks.join("\n  ")
-    );
-    Err(EvalError::Unsupported { what })
+    let each = |of: &Problem| {
+        let field = of.path.trim_start_matches("spec.");
+        format!("\n  {field}: {}, allowed: {}", of.found, of.allowed)
+    };
+    let all: String = lacks.iter().map(each).collect();
+    let what = "--device gpu: the kernels for GPUs are not made for this model; --device cpu \
+                computes it:";
+    (!lacks.is_empty()).then(|| format!("{what}{all}"))
 }
 
 /// Whether processors have the memory, before any of it is taken. A GPU asks for itself.

@@ -7,13 +7,15 @@
 //! ```
 
 use super::args::{self, THREADS_MAX, Written, whole};
+use super::bench::DeviceName;
 use super::checkpoint::tell_passed_over;
+use super::eval::lacks_of_gpus;
 use super::room::{Need, check_alone, largest};
 use super::spoken::{Screen, TextStream};
 use crate::cli::out::io;
 use clap::{Args, ValueEnum};
 use moe_worker::data::{DataError, Encoder};
-use moe_worker::engine::decode::{DecodeError, Decoder};
+use moe_worker::engine::decode::{Computer, DecodeError, Decoder};
 use moe_worker::engine::sample::Sampling;
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
@@ -58,10 +60,14 @@ pub struct GenerateArgs {
     /// `bytes`, or a tokenizer.json. Default: the one that the model was trained with.
     #[arg(long)]
     pub tokenizer: Option<String>,
-    /// Numbers to compute in. Default: fp64 for weights in fp64, else fp32.
+    /// What computes: processors, or the first GPU that the driver shows.
+    #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
+    pub device: DeviceName,
+    /// Numbers to compute in. Default: those of the weights; processors, which have fp32 and fp64
+    /// alone, take fp32 for all but fp64.
     #[arg(long, value_enum)]
     pub precision: Option<Numbers>,
-    /// Threads that compute; 0 is all processors.
+    /// Threads that compute, on processors; 0 is all of them.
     #[arg(long, default_value_t = 0, value_parser = whole(0, THREADS_MAX))]
     pub threads: u32,
     #[command(flatten)]
@@ -70,8 +76,11 @@ pub struct GenerateArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Numbers {
-    Fp32,
     Fp64,
+    Fp32,
+    Tf32,
+    Bf16,
+    Fp16,
 }
 
 fn not_negative(text: &str) -> Result<f64, String> {
@@ -171,15 +180,17 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
         None => text.trained.or(text.positions).unwrap_or(0).clamp(CONVERSATION, 1 << 17),
     };
     let capacity = first.saturating_add(args.max_tokens);
-    let (numbers, threads) = (precision(args, &weights), args::threads(args.threads));
-    let wanted =
-        |capacity: u32| Need::from(&Decoder::memory(weights.model(), capacity, numbers));
+    let computer = computer(args, &weights, capacity)?;
+    let wanted = |capacity: u32| Need::from(&computer.memory(weights.model(), capacity));
     let less = |fits: &dyn Fn(Need) -> bool| {
         let most = largest(1, args.max_tokens, |of| fits(wanted(first.saturating_add(of))))?;
         Some(format!("--max-tokens {most} would fit"))
     };
-    check_alone("the model", wanted(capacity), less).map_err(GenerateError::Input)?;
-    let decoder = Decoder::open(&weights, capacity, numbers, threads)?;
+    // A GPU asks for itself.
+    if args.device == DeviceName::Cpu {
+        check_alone("the model", wanted(capacity), less).map_err(GenerateError::Input)?;
+    }
+    let decoder = Decoder::open(&weights, capacity, computer)?;
     let sampling = Sampling {
         temperature: args.temperature,
         top_k: args.top_k,
@@ -217,12 +228,40 @@ fn tokenizer(args: &GenerateArgs, text: &Text) -> Result<Tokenizer, GenerateErro
     })
 }
 
-fn precision(args: &GenerateArgs, weights: &Weights) -> Precision {
-    match args.precision {
-        Some(Numbers::Fp32) => Precision::Fp32,
-        Some(Numbers::Fp64) => Precision::Fp64,
-        None if weights.dtype(0) == DType::F64 => Precision::Fp64,
-        None => Precision::Fp32,
+/// What computes, where it has what the model needs.
+fn computer(
+    args: &GenerateArgs,
+    weights: &Weights,
+    capacity: u32,
+) -> Result<Computer, GenerateError> {
+    let kept = weights.dtype(0);
+    if args.device == DeviceName::Cpu {
+        let precision = match args.precision {
+            Some(Numbers::Fp64) => Precision::Fp64,
+            None if kept == DType::F64 => Precision::Fp64,
+            None | Some(Numbers::Fp32) => Precision::Fp32,
+            Some(Numbers::Tf32 | Numbers::Bf16 | Numbers::Fp16) => {
+                let what = "--precision: processors compute in fp32 and fp64; --device gpu has \
+                            others";
+                return Err(GenerateError::Input(what.to_string()));
+            }
+        };
+        return Ok(Computer::Processors { threads: args::threads(args.threads), precision });
+    }
+    let precision = match (args.precision, kept) {
+        (Some(Numbers::Fp64), _) => {
+            let what = "--precision: GPUs do not compute in fp64; --device cpu does";
+            return Err(GenerateError::Input(what.to_string()));
+        }
+        (Some(Numbers::Tf32), _) => Precision::Tf32,
+        (Some(Numbers::Bf16), _) | (None, DType::Bf16) => Precision::Bf16,
+        (Some(Numbers::Fp16), _) | (None, DType::F16) => Precision::Fp16,
+        (Some(Numbers::Fp32) | None, _) => Precision::Fp32,
+    };
+    let computer = Computer::Gpu { precision };
+    match lacks_of_gpus(weights.model(), &computer.training(capacity)) {
+        None => Ok(computer),
+        Some(what) => Err(GenerateError::Input(what)),
     }
 }
 

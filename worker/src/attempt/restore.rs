@@ -63,16 +63,19 @@ impl Trainer {
                 let near = resume::near_shards(config, &self.memory, rank)?;
                 let is_near = |other| resume::is_near(config, rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
+                // Where steps are begun ahead, the first ones may be done before it is known that
+                // what they began with was whole: it is compared behind the copies, from which it
+                // would take memory's bandwidth. What failed may have failed for that.
+                let beside = self.ahead || model.device.as_cuda().is_some();
+                let compare = || Sums::begin(config, rank, &near);
+                let before = if beside { None } else { compare()? };
                 let began = Instant::now();
-                let mut sums = Sums::begin(config, rank, &near)?;
                 let there = scatter(model, comm, layout, sources, is_near, held)
                     .map_err(Stop::from)
                     .and_then(|()| resume::take_loss_scale(&near, model, comm));
                 let seconds = began.elapsed().as_secs_f64();
                 tracing::debug!(seconds, "what is resumed from is there");
-                // Where steps are begun ahead, the first ones may be done before it is known that
-                // what they began with was whole. What failed may have failed for that.
-                let beside = self.ahead || model.device.as_cuda().is_some();
+                let mut sums = if beside { compare()? } else { before };
                 if (!beside || there.is_err())
                     && let Some(sums) = sums.take()
                 {

@@ -4,19 +4,22 @@
 //! ids -> chunks of rows -> Pass::forward: attention appends keys and values to the cache, and
 //!     reads all of them -> the last row's logits
 //! ```
-//! Every token has its experts, whatever capacity the router was trained with. Processors alone.
+//! Every token has its experts, whatever capacity the router was trained with.
 
 use crate::checkpoint::Refusal;
 use crate::engine::eval::training;
 use crate::engine::forward::Pass;
 use crate::engine::links::Links;
+use crate::engine::machine::check;
 use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::state::rank::{DeviceError, RankState};
-use moejob_kernels::{CachedAttention, Device, Gate, KernelError, Layout as Order, Matmul};
+use moejob_kernels::{
+    CachedAttention, DType, Device, Gate, KernelError, Layout as Order, Matmul,
+};
 use moejob_protocol::buffers::LayerCache;
-use moejob_protocol::config::{Precision, TrainingConfig};
+use moejob_protocol::config::{Backend, Precision, Recompute, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{RankMemory, Shape, model_memory};
 use moejob_protocol::mesh::Mesh;
@@ -25,6 +28,46 @@ use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind
 /// Tokens of a prompt that pass through the model together: enough for products of many rows, few
 /// enough that activations stay small.
 const TOGETHER: u32 = 256;
+
+/// What computes the next token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Computer {
+    /// So many threads, in fp32 or fp64.
+    Processors { threads: usize, precision: Precision },
+    /// The first GPU that the driver shows.
+    Gpu { precision: Precision },
+}
+
+impl Computer {
+    /// What a model with room for a text of `capacity` tokens is planned from.
+    pub fn training(self, capacity: u32) -> TrainingConfig {
+        let (backend, precision) = match self {
+            Computer::Processors { precision, .. } => (Backend::Cpu, precision),
+            Computer::Gpu { precision } => (Backend::Cuda, precision),
+        };
+        let mut training = training(TOGETHER.min(capacity).max(1), 1, precision);
+        training.compute.backend = backend;
+        if backend == Backend::Cuda {
+            // Layers share the memory of one. On processors what nobody touches takes none.
+            training.recompute = Recompute::Full;
+        }
+        training
+    }
+
+    fn shape(self, config: &ModelConfig, capacity: u32) -> (Shape, TrainingConfig, Layout) {
+        let capacity = capacity.max(1);
+        let training = self.training(capacity);
+        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+        let shape = Shape::new(config, &layout, 0, &training).generating(capacity.into());
+        (shape, training, layout)
+    }
+
+    /// What a decoder with room for a text of `capacity` tokens takes.
+    pub fn memory(self, config: &ModelConfig, capacity: u32) -> RankMemory {
+        let config = dropless(config);
+        model_memory(&config, &self.shape(&config, capacity).0)
+    }
+}
 
 /// Why there is no next token.
 #[derive(Debug, thiserror::Error)]
@@ -59,62 +102,44 @@ pub struct Decoder {
     capacity: usize,
 }
 
-/// What a decoder of `config`, with room for so many tokens, is planned from.
-fn planned(
-    config: &ModelConfig,
-    capacity: u32,
-    precision: Precision,
-) -> (Shape, TrainingConfig, Layout) {
-    let training = training(TOGETHER.min(capacity), 1, precision);
-    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-    let shape = Shape::new(config, &layout, 0, &training).generating(capacity.into());
-    (shape, training, layout)
-}
-
 impl Decoder {
-    /// Loads weights, with room for a text of `capacity` tokens. `precision` is fp32 or fp64.
+    /// Loads weights, with room for a text of `capacity` tokens.
     ///
     /// # Errors
     /// The weights are refused, or the model cannot work so.
     pub fn open(
         weights: &Weights,
         capacity: u32,
-        precision: Precision,
-        threads: usize,
+        computer: Computer,
     ) -> Result<Decoder, DecodeError> {
-        let mut decoder = Decoder::empty(weights.model(), capacity, precision, threads)?;
+        let mut decoder = Decoder::empty(weights.model(), capacity, computer)?;
         load(weights, &mut decoder.model)?;
         decoder.model.finish()?;
         Ok(decoder)
     }
 
-    /// The same without weights yet.
+    /// A decoder without weights yet.
     ///
     /// # Errors
     /// See [`Decoder::open`].
     pub fn empty(
         config: &ModelConfig,
         capacity: u32,
-        precision: Precision,
-        threads: usize,
+        computer: Computer,
     ) -> Result<Decoder, DecodeError> {
         if config.router.kind == RouterKind::ExpertChoice {
             return Err(DecodeError::ExpertChoice);
         }
-        let (config, capacity) = (dropless(config), capacity.max(1));
-        let together = TOGETHER.min(capacity);
-        let (shape, training, layout) = planned(&config, capacity, precision);
-        let device = Device::cpu(threads, 0)?;
+        let config = dropless(config);
+        let (shape, training, layout) = computer.shape(&config, capacity);
+        let device = match computer {
+            Computer::Processors { threads, .. } => Device::cpu(threads, 0)?,
+            Computer::Gpu { .. } => Device::cuda(0, 0)?,
+        };
         let mut model = Model::on(device, shape, &config, &layout, 0, &training)?;
         model.past = Some(0);
-        let (together, capacity) = (together as usize, capacity as usize);
+        let (together, capacity) = (training.sequence_length as usize, capacity.max(1) as usize);
         Ok(Decoder { model, links: Links::solo(), together, capacity })
-    }
-
-    /// What a decoder with room for a text of `capacity` tokens takes.
-    pub fn memory(config: &ModelConfig, capacity: u32, precision: Precision) -> RankMemory {
-        let config = dropless(config);
-        model_memory(&config, &planned(&config, capacity.max(1), precision).0)
     }
 
     /// Whose weights may be written.
@@ -155,11 +180,19 @@ impl Decoder {
         if let Some(id) = ids.iter().copied().find(|id| *id >= vocabulary) {
             return Err(DecodeError::Unknown { id, vocabulary });
         }
-        for ids in ids.chunks(self.together) {
-            self.rows(ids);
+        let (mut rest, mut last) = (ids, 0);
+        while !rest.is_empty() {
+            // A GPU makes ready for each number of rows, so there are few of them.
+            let rows = match rest.len() {
+                many if many >= self.together => self.together,
+                few => 1 << few.ilog2(),
+            };
+            let (these, behind) = rest.split_at(rows);
+            self.rows(these);
+            (rest, last) = (behind, rows - 1);
         }
-        let last = (ids.len() - 1) % self.together;
         let logits = self.logits(last);
+        check(&self.model.device, 1)?;
         if logits.iter().any(|logit| !logit.is_finite()) {
             return Err(DecodeError::NotFinite { position: wanted - 1 });
         }
@@ -185,7 +218,7 @@ impl Decoder {
         let (a, b, c) = (model.buffers.head.norm.slice(row * d, d), model.dense.head, cache.logits);
         let (layout, accumulate) = (Order::Nt, false);
         model.device.matmul(&Matmul { layout, m: 1, n: v, k: d, accumulate, a, b, c });
-        if model.shape.float_bytes == 8 {
+        if c.dtype() == DType::F64 {
             return model.device.read_vec(c);
         }
         model.device.read_vec::<f32>(c).into_iter().map(f64::from).collect()

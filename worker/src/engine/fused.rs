@@ -99,7 +99,7 @@ impl Model {
                 up: stacks.up,
                 down: stacks.down,
             },
-            saved: saved(fused, t, [self.expert_count(), self.top_k()]),
+            saved: saved(fused, t, self.fused?.tokens, [self.expert_count(), self.top_k()]),
             workspace: self.buffers.scratch.workspace,
             numbers: counted.then_some(numbers),
             loss_scale: self.buffers.numbers.loss_scale,
@@ -107,12 +107,12 @@ impl Model {
     }
 }
 
-/// What is kept of `t` tokens with `K` of `E` experts each.
-fn saved(fused: &Fused<Buffer>, t: usize, [e, k]: [usize; 2]) -> Saved {
-    let router = &fused.router;
+/// What is kept of `t` of `most` tokens with `K` of `E` experts each.
+fn saved(fused: &Fused<Buffer>, t: usize, most: usize, [e, k]: [usize; 2]) -> Saved {
+    let (router, rows) = (&fused.router, |all: Buffer| all.slice(0, all.len() / most * t));
     Saved {
-        h: fused.h,
-        a: fused.a,
+        h: rows(fused.h),
+        a: rows(fused.a),
         logits: router.logits.slice(0, t * e),
         probs: router.probs.slice(0, router.probs.len().min(t * e)),
         lse: router.lse.slice(0, t),

@@ -7,8 +7,9 @@
 //! offloaded, as it is stored    copy         <-> stage                  <-> host
 //! weight of another's master    rounded      <-  stage                  <-  host
 //! ```
-//! A stage holds 16 Mi elements; what is longer passes in pieces. In a bucket a rank has masters
-//! and moments of its own chunk alone, and weights of all.
+//! The states of a GPU pass together, and the host converts them on their way. What it keeps in the
+//! host's memory, and what a processor keeps, passes a stage of 16 Mi elements in pieces. In a
+//! bucket a rank has masters and moments of its own chunk alone, and weights of all.
 
 use crate::engine::buckets::master;
 use crate::engine::machine::check;
@@ -17,7 +18,7 @@ use crate::state::copy::copy;
 use crate::state::rank::{DeviceError, Normal, RankState, StateTable};
 use moejob_kernels::{
     Buffer, Cast, DType, Device, Fill, InitNormal, JoinMaster, LossScale, Master, Pages,
-    SplitMaster,
+    SplitMaster, Stored,
 };
 use moejob_protocol::checkpoint::{Part, ScaleEntry};
 use std::ops::Range;
@@ -58,6 +59,21 @@ impl Kept {
             Kept::Rounded(buffer) => Kept::Rounded(cut(buffer)),
             Kept::Half(buffer) => Kept::Half(cut(buffer)),
         }
+    }
+
+    /// The memory of a device whose floats pass without a stage; none: they need one.
+    fn stored(self) -> Option<Stored> {
+        Some(match self {
+            Kept::Whole(buffer) | Kept::Separate { master: buffer, .. } => Stored::Plain(buffer),
+            Kept::Halves { weight, low } => Stored::Halves { weight, low },
+            Kept::Half(weight) => Stored::Upper(weight),
+            Kept::Rounded(buffer) => match buffer.dtype() {
+                DType::Bf16 => Stored::Bf16(buffer),
+                DType::F16 => Stored::F16(buffer),
+                _ => return None,
+            },
+            Kept::Far(_) | Kept::FarSeparate { .. } => return None,
+        })
     }
 
     fn len(self) -> usize {
@@ -215,87 +231,6 @@ impl Model {
     }
 }
 
-/// Pieces on their way from a GPU, and how much of the stage they take.
-#[derive(Default)]
-struct Reads<'a> {
-    reads: Vec<(Buffer, &'a mut [u8])>,
-    staged: usize,
-    bytes: usize,
-}
-
-impl<'a> Reads<'a> {
-    /// Elements of `kept` that are still taken.
-    fn room(&self, kept: Kept, stage: usize) -> usize {
-        match kept {
-            _ if self.bytes >= BATCH_BYTES => 0,
-            Kept::Whole(_) | Kept::Separate { .. } => usize::MAX,
-            _ => stage.saturating_sub(self.staged),
-        }
-    }
-
-    fn add(&mut self, model: &mut Model, kept: Kept, stage: Buffer, into: &'a mut [u8]) {
-        let of_stage = match kept {
-            Kept::Whole(_) | Kept::Separate { .. } => stage.slice(0, 0),
-            _ => stage.slice(self.staged, kept.len()),
-        };
-        self.staged += of_stage.len().next_multiple_of(STAGE_ALIGN);
-        self.bytes += into.len();
-        model.unsettle(kept, of_stage);
-        self.reads.push((Model::target(kept, of_stage).reinterpret(DType::U8), into));
-    }
-
-    fn read(&mut self, model: &Model, pages: Pages) {
-        model.device.read_all(std::mem::take(&mut self.reads), pages);
-        *self = Reads::default();
-    }
-}
-
-/// Pieces on their way to a GPU, and how much of the stage they take.
-#[derive(Default)]
-struct Batch<'a> {
-    writes: Vec<(Buffer, &'a [u8])>,
-    settles: Vec<(Kept, Buffer)>,
-    staged: usize,
-    bytes: usize,
-}
-
-/// Bytes of a batch: enough that a start of it costs nothing, and the next one is soon under way.
-const BATCH_BYTES: usize = 256 << 20;
-/// Elements: a piece of the stage begins where kernels read fastest.
-const STAGE_ALIGN: usize = 64;
-
-impl<'a> Batch<'a> {
-    /// Elements of `kept` that the batch still takes.
-    fn room(&self, kept: Kept, stage: usize) -> usize {
-        match kept {
-            _ if self.bytes >= BATCH_BYTES => 0,
-            Kept::Whole(_) | Kept::Separate { .. } => usize::MAX,
-            // The rest of the stage takes low halves that nobody keeps.
-            _ => (stage / 2).saturating_sub(self.staged),
-        }
-    }
-
-    fn add(&mut self, kept: Kept, stage: Buffer, bytes: &'a [u8]) {
-        let of_stage = match kept {
-            Kept::Whole(_) | Kept::Separate { .. } => stage.slice(0, 0),
-            _ => stage.slice(self.staged, kept.len()),
-        };
-        // Kernels read whole lines of the stage.
-        self.staged += of_stage.len().next_multiple_of(STAGE_ALIGN);
-        self.bytes += bytes.len();
-        self.writes.push((Model::target(kept, of_stage).reinterpret(DType::U8), bytes));
-        self.settles.push((kept, of_stage));
-    }
-
-    fn write(&mut self, model: &mut Model) {
-        model.device.write_all(&self.writes);
-        for (kept, of_stage) in std::mem::take(&mut self.settles) {
-            model.settle(kept, of_stage);
-        }
-        *self = Batch::default();
-    }
-}
-
 impl RankState for Model {
     fn table(&self) -> StateTable<'_> {
         StateTable {
@@ -321,46 +256,33 @@ impl RankState for Model {
         });
     }
 
-    /// A GPU gives as many together as the stage has room for.
     fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>, pages: Pages) {
-        if matches!(self.device, Device::Cpu(_)) {
-            for (part, index, elements, into) in pieces {
-                self.read(part, index, elements, into);
-                pages.settle(into);
-            }
-            return;
-        }
-        // In a lane they leave one by one, and nobody waits for them.
-        if self.reads_by_lane() {
-            for (part, index, elements, into) in pieces {
-                self.read(part, index, elements, into);
-            }
-            return;
-        }
-        self.device.await_marks();
-        let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
-        let mut reads = Reads::default();
+        let (on_cpu, by_lane) = (self.device.as_cuda().is_none(), self.reads_by_lane());
+        let (size, mut reads) = (self.table().stored.size(), Vec::new());
         for (part, index, elements, into) in pieces {
-            let mut rest = into;
-            for kept in self.kept(part, index, &elements) {
-                let mut kept = Some(kept);
-                while let Some(of) = kept.take() {
-                    let room = reads.room(of, stage.len());
-                    let len = of.len().min(room);
-                    if len > 0 {
-                        let bytes;
-                        (bytes, rest) = rest.split_at_mut(len * size);
-                        reads.add(self, of.slice(0, len), stage, bytes);
+            // In a lane they leave one by one, and nobody waits for them.
+            let kept = if by_lane { Vec::new() } else { self.kept(part, index, &elements) };
+            let places: Option<Vec<_>> = kept.iter().map(|kept| kept.stored()).collect();
+            match places.filter(|_| !on_cpu && !by_lane) {
+                None => {
+                    self.read(part, index, elements, into);
+                    if !by_lane {
+                        pages.settle(into);
                     }
-                    if len < of.len() {
-                        assert!(!reads.reads.is_empty(), "a stage has room for some elements");
-                        reads.read(self, pages);
-                        kept = Some(of.slice(len, of.len() - len));
+                }
+                Some(places) => {
+                    let mut rest = into;
+                    for (place, kept) in places.into_iter().zip(kept) {
+                        let own;
+                        (own, rest) = rest.split_at_mut(kept.len() * size);
+                        reads.push((place, own));
                     }
                 }
             }
         }
-        reads.read(self, pages);
+        if !reads.is_empty() {
+            self.device.read_all(reads, pages);
+        }
     }
 
     fn write(&mut self, part: Part, index: usize, elements: Range<u64>, from: &[u8]) {
@@ -377,39 +299,33 @@ impl RankState for Model {
         });
     }
 
-    /// A GPU gets as many together as the stage has room for.
     fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]) {
-        if let Device::Cpu(_) = self.device {
-            for (part, index, elements, from) in pieces {
-                self.write(*part, *index, elements.clone(), from);
-            }
-            return;
-        }
         self.device.await_marks();
         self.forget_whole();
-        let (size, stage) = (self.table().stored.size(), self.buffers.scratch.stage);
-        let mut batch = Batch::default();
+        let on_cpu = self.device.as_cuda().is_none();
+        let (size, mut writes, mut weights) = (self.table().stored.size(), Vec::new(), Vec::new());
         for (part, index, elements, from) in pieces {
+            let kept = self.kept(*part, *index, elements);
+            let places: Option<Vec<_>> = kept.iter().map(|kept| kept.stored()).collect();
+            let Some(places) = places.filter(|_| !on_cpu) else {
+                self.write(*part, *index, elements.clone(), from);
+                continue;
+            };
             let mut rest = *from;
-            for kept in self.kept(*part, *index, elements) {
-                let mut kept = Some(kept);
-                while let Some(of) = kept.take() {
-                    let room = batch.room(of, stage.len());
-                    let len = of.len().min(room);
-                    if len > 0 {
-                        let bytes;
-                        (bytes, rest) = rest.split_at(len * size);
-                        batch.add(of.slice(0, len), stage, bytes);
-                    }
-                    if len < of.len() {
-                        assert!(!batch.writes.is_empty(), "a stage has room for some elements");
-                        batch.write(self);
-                        kept = Some(of.slice(len, of.len() - len));
-                    }
-                }
+            for (place, kept) in places.into_iter().zip(kept) {
+                let own;
+                (own, rest) = rest.split_at(kept.len() * size);
+                writes.push((place, own));
+                weights.extend(match kept {
+                    Kept::Separate { weight, master } => Some(Cast { from: master, to: weight }),
+                    _ => None,
+                });
             }
         }
-        batch.write(self);
+        if !writes.is_empty() {
+            self.device.write_all(&writes);
+        }
+        weights.iter().for_each(|weight| self.device.cast(weight));
     }
 
     fn fill(&mut self, index: usize, value: f64) {

@@ -28,20 +28,32 @@ impl Sampling {
         if self.temperature <= 0.0 {
             return best;
         }
-        ranked.sort_unstable_by(better);
-        if self.top_k > 0 {
+        if self.top_k > 0 && (self.top_k as usize) < ranked.len() {
+            ranked.select_nth_unstable_by(self.top_k as usize, better);
             ranked.truncate(self.top_k as usize);
+            ranked.sort_unstable();
         }
         let share = |id: &u32| ((logit(*id) - logit(best)) / self.temperature).exp();
-        let mut shares: Vec<f64> = ranked.iter().map(share).collect();
-        let all: f64 = shares.iter().sum();
-        let mut reached = 0.0;
-        let enough = shares.iter().position(|share| {
-            reached += share;
-            reached >= self.top_p * all
-        });
-        shares.truncate(enough.map_or(shares.len(), |last| last + 1));
-        let mut left = uniform(self.seed, at) * shares.iter().sum::<f64>();
+        let all: f64 = ranked.iter().map(share).sum();
+        // Most of a vocabulary is hardly ever looked at, so only what is looked at is put in order.
+        let (mut shares, mut reached, mut enough) = (Vec::new(), 0.0, self.top_p <= 0.0);
+        while shares.len() < ranked.len() && (shares.is_empty() || !enough) {
+            let (first, rest) = (shares.len(), &mut ranked[shares.len()..]);
+            let count = rest.len().min(ORDERED_FIRST.max(first));
+            if count < rest.len() {
+                rest.select_nth_unstable_by(count, better);
+            }
+            rest[..count].sort_unstable_by(better);
+            for id in &rest[..count] {
+                shares.push(share(id));
+                reached += shares[shares.len() - 1];
+                enough = reached >= self.top_p * all;
+                if enough {
+                    break;
+                }
+            }
+        }
+        let mut left = uniform(self.seed, at) * reached;
         let chosen = shares.iter().position(|share| {
             left -= share;
             left < 0.0
@@ -50,6 +62,9 @@ impl Sampling {
         ranked[chosen.unwrap_or(shares.len() - 1)]
     }
 }
+
+/// Tokens that are put in order at first; then as many as there are already.
+const ORDERED_FIRST: usize = 64;
 
 /// In [0, 1), a multiple of 2^-53.
 fn uniform(seed: u64, at: u64) -> f64 {
@@ -86,6 +101,40 @@ mod tests {
         // The colder, the more often the best ones.
         let cold = shares(Sampling { temperature: 0.1, ..all });
         assert!(cold[1] + cold[3] > 0.999 && cold[1] > 0.4 && cold[3] > 0.4, "{cold:?}");
+    }
+
+    /// Of a vocabulary of which little is put in order.
+    #[test]
+    fn a_large_vocabulary_is_cut_where_all_of_it_in_order_would_be() {
+        let logit = |id: u32| f64::from(id * 7_919 % 4_001) / 200.0;
+        let logits: Vec<f64> = (0..5_000).map(logit).collect();
+        let mut ranked: Vec<usize> = (0..logits.len()).collect();
+        ranked.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+        let cuts = [(0, 0.9), (0, 1.0), (300, 0.99), (300, 1.0), (70, 0.5), (6_000, 0.8)];
+        for (top_k, top_p) in cuts {
+            let sampling = Sampling { temperature: 1.5, top_k, top_p, seed: 3 };
+            let kept = if top_k == 0 { ranked.len() } else { ranked.len().min(top_k as usize) };
+            let share = |id: &usize| (logits[*id] / 1.5).exp();
+            let shares: Vec<f64> = ranked[..kept].iter().map(share).collect();
+            let all: f64 = shares.iter().sum();
+            let mut reached = 0.0;
+            let cut = shares.iter().position(|share| {
+                reached += share;
+                reached >= top_p * all
+            });
+            let cut = cut.map_or(kept, |last| last + 1);
+            let of_cut: f64 = shares[..cut].iter().sum();
+            for at in 0..300 {
+                let mut left = uniform(3, at) * of_cut;
+                let place = shares[..cut].iter().position(|share| {
+                    left -= share;
+                    left < 0.0
+                });
+                let expected = ranked[place.unwrap_or(cut - 1)];
+                let chosen = sampling.choose(&logits, at) as usize;
+                assert_eq!(chosen, expected, "{top_k} {top_p} {at}");
+            }
+        }
     }
 
     #[test]

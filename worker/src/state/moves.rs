@@ -173,6 +173,10 @@ impl Run {
     }
 }
 
+/// Bytes of what lies near that one call copies, unless something travels beside it: a call of a
+/// GPU takes a while to begin and to end, and between two of them a rank hears of an end.
+const NEAR_BYTES: usize = 4 << 30;
+
 /// Fills this rank's state from shards of an earlier layout that lie in the members' memory. `held`
 /// gives the bytes of the shards that `sources` asks of the ranks that `is_near`: those whose
 /// worker is this one's, and this rank itself. What came counts once the state was finished.
@@ -197,6 +201,7 @@ pub fn scatter<B: Deref<Target = [u8]> + Send + Sync>(
         .collect();
     let mut loaded = far.first().map(|(outgoing, _)| load(outgoing, &shards, Vec::new()));
     let (mut before, mut spare): (Option<(&Far, Messages)>, Vec<Vec<u8>>) = Default::default();
+    let (mut pieces, mut bytes) = (Vec::new(), 0);
     // The same for all: whose layout and sources are the same plan the same exchanges.
     for (at, exchange) in moves.exchanges.iter().enumerate() {
         let (outgoing, incoming) = &far[at];
@@ -204,20 +209,25 @@ pub fn scatter<B: Deref<Target = [u8]> + Send + Sync>(
         let messages = loaded.take().unwrap_or_default();
         let mut came = room(incoming, &mut spare);
         let near = exchange.incoming.iter().filter(|(from, _)| is_near(**from));
-        let pieces = near.flat_map(|(_, pieces)| pieces).map(|piece| {
-            let bytes = &shards[&piece.shard][piece.bytes.clone()];
-            (piece.part, piece.index, piece.elements.clone(), bytes)
-        });
-        let pieces: Vec<_> = pieces.collect();
-        let write = |state: &mut _, before: Option<(&Far, Messages)>, spare: &mut Vec<Vec<u8>>| {
-            RankState::write_all(state, &pieces);
+        pieces.extend(near.flat_map(|(_, pieces)| pieces).map(|piece| {
+            let own = &shards[&piece.shard][piece.bytes.clone()];
+            bytes += own.len();
+            (piece.part, piece.index, piece.elements.clone(), own)
+        }));
+        let travels = !(outgoing.is_empty() && incoming.is_empty());
+        let is_due = travels || at + 1 == moves.exchanges.len() || bytes >= NEAR_BYTES;
+        let mut write = |state: &mut _, before: Option<(&Far, Messages)>, spare: &mut Vec<_>| {
+            if is_due {
+                RankState::write_all(state, &pieces);
+                (pieces, bytes) = (Vec::new(), 0);
+            }
             if let Some((of, messages)) = before {
                 put(state, of, &messages);
                 spare.extend(messages.into_iter().map(|(_, bytes)| bytes));
             }
         };
         let before_this = before.take();
-        if outgoing.is_empty() && incoming.is_empty() {
+        if !travels {
             exchange_all(comm, &messages, &mut came)?;
             write(state, before_this, &mut spare);
             loaded = next.map(|next| load(next, &shards, Vec::new()));

@@ -4,8 +4,10 @@
 //! arguments -> a manifest as a job has it -> Job -> Engine -> steps on tokens made up in memory
 //!                                         `-> memory that `plan` expects, beside what was used
 //! ```
-//! `moejob bench --links` measures the links between GPUs instead (`links`).
+//! `moejob bench --links` measures the links between GPUs instead (`links`), `--generate` how fast
+//! text is generated (`generate`).
 
+mod generate;
 mod links;
 mod memory;
 mod names;
@@ -40,11 +42,19 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 pub use options::{BenchArgs, DeviceName, Placed, Routing};
-use synthetic::Synthetic;
+use synthetic::{Synthetic, of_slices, uneven};
 use travels::{LOOK_EACH, Travels};
 
 /// Why nothing was measured: the exit code and the words.
 struct Refused(u8, String);
+
+impl Refused {
+    fn told(self) -> ExitCode {
+        let Refused(code, words) = self;
+        eprintln!("moejob: {words}");
+        ExitCode::from(code)
+    }
+}
 
 pub fn run(args: &BenchArgs) -> ExitCode {
     if args.links.links {
@@ -52,6 +62,12 @@ pub fn run(args: &BenchArgs) -> ExitCode {
     }
     // The parser lets nobody pass who names neither.
     let Some(preset) = args.preset else { return ExitCode::from(2) };
+    if let Some(tokens) = args.generate {
+        return match generate::run(args, preset, tokens) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(refused) => refused.told(),
+        };
+    }
     match measure(args, preset) {
         Ok(measured) => {
             match args.written.is_json() {
@@ -60,10 +76,7 @@ pub fn run(args: &BenchArgs) -> ExitCode {
             }
             ExitCode::SUCCESS
         }
-        Err(Refused(code, words)) => {
-            eprintln!("moejob: {words}");
-            ExitCode::from(code)
-        }
+        Err(refused) => refused.told(),
     }
 }
 
@@ -346,24 +359,6 @@ fn train(
         seconds,
         looks,
     })
-}
-
-/// Counts of what lies on ranks, experts or slices of them, and how many a layer has.
-fn of_slices(job: &Job, counts: &[u64]) -> (Vec<u64>, usize) {
-    let slices = job.model.slices();
-    let each = slices.each as usize;
-    (counts.iter().flat_map(|count| vec![*count; each]).collect(), slices.count as usize)
-}
-
-/// Tokens of the fullest rank over the mean, in a step with these loads.
-fn uneven(job: &Job, config: &WorkerConfig, counts: &[u64]) -> f64 {
-    let (layout, ep) = (&config.layout, config.layout.mesh.ep);
-    let (counts, experts) = of_slices(job, counts);
-    let loads = Loads { counts: &counts, experts };
-    match &layout.placement {
-        Placement::Ordered(order) => loads.unevenness(ep, order),
-        _ => loads.unevenness(ep, &loads.in_order()),
-    }
 }
 
 /// Steps that are traced and not measured: marks take time.

@@ -1,6 +1,7 @@
 //! What `moejob bench` may be told.
 
 use super::super::args::{THREADS_MAX, Written, whole};
+use super::generate::TOKENS_MIN;
 use super::links::LinksArgs;
 use clap::{Args, ValueEnum};
 use moejob_manifest::explain;
@@ -15,6 +16,10 @@ pub struct BenchArgs {
     pub preset: Option<Preset>,
     #[command(flatten)]
     pub links: LinksArgs,
+    /// Generates a text of so many tokens instead of training, by weights as a run begins with
+    /// them.
+    #[arg(long, value_name = "TOKENS", value_parser = whole(TOKENS_MIN as u32, 1 << 20))]
+    pub generate: Option<u32>,
     /// Only so many of its layers.
     #[arg(long, value_parser = whole(1, 512))]
     pub layers: Option<u32>,

@@ -7,8 +7,12 @@
 use moe_worker::data::{Batch, Batches, DataError};
 use moe_worker::state::rank::RankState;
 use moejob_kernels::DType;
+use moejob_manifest::Job;
+use moejob_protocol::WorkerConfig;
+use moejob_protocol::by_load::Loads;
 use moejob_protocol::checkpoint::Part;
 use moejob_protocol::config::TrainingConfig;
+use moejob_protocol::layout::Placement;
 use moejob_protocol::model::{AuxLossScope, ModelConfig, Role, RouterConfig, Scoring};
 
 /// How loud an embedding names its class: layers add about 1 to each number.
@@ -124,5 +128,23 @@ fn edit(
         }
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         state.write(Part::Master, index, elements, &bytes);
+    }
+}
+
+/// Counts of what lies on ranks, experts or slices of them, and how many a layer has.
+pub(super) fn of_slices(job: &Job, counts: &[u64]) -> (Vec<u64>, usize) {
+    let slices = job.model.slices();
+    let each = slices.each as usize;
+    (counts.iter().flat_map(|count| vec![*count; each]).collect(), slices.count as usize)
+}
+
+/// Tokens of the fullest rank over the mean, in a step with these loads.
+pub(super) fn uneven(job: &Job, config: &WorkerConfig, counts: &[u64]) -> f64 {
+    let (layout, ep) = (&config.layout, config.layout.mesh.ep);
+    let (counts, experts) = of_slices(job, counts);
+    let loads = Loads { counts: &counts, experts };
+    match &layout.placement {
+        Placement::Ordered(order) => loads.unevenness(ep, order),
+        _ => loads.unevenness(ep, &loads.in_order()),
     }
 }

@@ -128,7 +128,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             chosen: self.words(1, model.slots().into()),
         });
         let layers = layers.collect();
-        Cache { layers, logits: self.floats(1, model.vocab_size.into()) }
+        Cache { layers, logits: self.statistics(1, model.vocab_size.into()) }
     }
 
     /// Layers that are computed again share the memory of earlier ones.
