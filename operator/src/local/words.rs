@@ -1,5 +1,6 @@
 //! What workers say of their end: told once each, and whose logs hold more.
 
+use moejob_manifest::words::several;
 use moejob_plan::repeat::are_alike;
 use moejob_protocol::report::{Detail, Event};
 use std::collections::{BTreeMap, HashMap};
@@ -8,6 +9,9 @@ use std::path::{Path, PathBuf};
 /// Exit codes that end the job at once, with the worker's words: its end tells them.
 const ENDS_THE_JOB: [i32; 2] = [2, 3];
 
+/// Warnings that are told again at most; all of them are events.
+const WARNINGS_MAX: usize = 20;
+
 #[derive(Debug, Default)]
 pub struct Words {
     /// By worker: how it said that it would end, and why.
@@ -15,6 +19,8 @@ pub struct Words {
     /// What was told since the newest step, and whether there was one.
     told: Vec<String>,
     stepped: bool,
+    /// Warnings of the whole run, in their order, to be told again at its end.
+    warnings: Vec<String>,
     /// Sizes of the logs when the run began: they are appended to by one run after the other.
     logs: BTreeMap<PathBuf, u64>,
 }
@@ -58,6 +64,21 @@ impl Words {
     pub fn stepped(&mut self) {
         self.told.clear();
         self.stepped = true;
+    }
+
+    /// A warning, which is told again at the end.
+    pub fn warned(&mut self, words: &str) {
+        let is_new = !self.warnings.iter().any(|told| are_alike(told, words));
+        if is_new && self.warnings.len() < WARNINGS_MAX {
+            self.warnings.push(words.to_string());
+        }
+    }
+
+    /// What is told at the end of a run that was warned.
+    pub fn warnings(&self) -> Option<String> {
+        let lines = self.warnings.iter().map(|warning| format!("\n  {warning}"));
+        let count = several(self.warnings.len(), "warning");
+        (!self.warnings.is_empty()).then(|| format!("{count}:{}", lines.collect::<String>()))
     }
 
     /// A step was done in this run.
