@@ -36,7 +36,7 @@ use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
 use moejob_manifest::identity::{self, Steered};
 use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
-use moejob_manifest::words::count;
+use moejob_manifest::words::{count, several};
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
@@ -519,7 +519,9 @@ impl Runner {
             ("firstStepMs", Detail::Number(first_step)),
             ("stepsLost", Detail::Number(recovery.steps_lost)),
         ];
-        self.progress.note(&format!("training again {first_step} ms after the loss was noticed"));
+        let ranks = self.job.tracker().observed.gang().map_or(0, |gang| gang.layout.mesh.world());
+        let ranks = several(ranks, "rank");
+        self.progress.note(&words::of_recovery(&ranks, first_step, recovery.steps_lost));
         self.event(EventKind::Recovered, "FirstStep", &recovery.cause, &details);
     }
 

@@ -198,3 +198,35 @@ fn the_letter_o_means_one_thing() {
         assert!(!Path::new(&place.path(asked[asked.len() - 1])).exists());
     }
 }
+
+/// Lessons come with their texts wherever the program is, and one run needs no file at all.
+#[test]
+fn lessons_are_written_where_there_is_no_clone() {
+    let place = Place::new();
+    let told = place.said(&["examples", "1", "one"]);
+    assert!(told.starts_with("one/examples/01-first-run.yaml\n  Lesson 1: "), "{told}");
+    assert!(told.contains("\n  Machine: two cores"), "{told}");
+    assert!(place.path("one/examples/corpus/shakespeare.txt").is_file());
+    assert!(!place.path("one/examples/corpus/rust.txt").exists(), "it is none of lesson 1");
+    let all = place.said(&["examples", "all"]);
+    assert_eq!(all.matches("\n  Lesson ").count(), 9, "{all}");
+    assert!(place.path("all/examples/slurm/one-node.sh").is_file());
+    for entry in std::fs::read_dir(place.path("all/examples")).expect("a folder").flatten() {
+        let path = entry.path();
+        if path.extension().is_some_and(|ending| ending == "yaml") {
+            place.said(&["validate", &path.display().to_string()]);
+        }
+    }
+    let (code, told) = place.refused(&["examples", "12"]);
+    assert!(code == 2 && told.contains("lessons are 1 to 9"), "{told}");
+    // What is there already stays.
+    std::fs::write(place.path("one/examples/01-first-run.yaml"), "mine").expect("a file");
+    let output = place.moejob(&["examples", "1", "one"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && told.contains("is another one"), "{told}");
+    let kept = std::fs::read_to_string(place.path("one/examples/01-first-run.yaml"));
+    assert_eq!(kept.expect("a file"), "mine");
+    let few = ["training.steps=2", "--set", "training.schedule={constant: {}}"];
+    place.said(&[&["run", "tiny", "--set"], &few[..]].concat());
+    assert!(place.path("runs/tiny/checkpoints/step-00000002").is_dir());
+}

@@ -57,6 +57,7 @@ pub fn run(args: &ExamplesArgs) -> ExitCode {
         Some((_, Ok(number))) => (Some(number), args.dir.as_path()),
         Some((typed, Err(_))) => (None, Path::new(typed)),
     };
+    let dir = dir.strip_prefix(".").unwrap_or(dir);
     let wanted: Vec<_> = FILES.iter().filter(|file| is_of(file, number)).collect();
     if number.is_some() && !wanted.iter().any(|(name, _)| lesson_of(name).is_some()) {
         let last = FILES.iter().filter_map(|(name, _)| lesson_of(name)).max().unwrap_or(0);
@@ -131,13 +132,13 @@ fn write(dir: &Path, (name, bytes): &(&str, &[u8])) -> Result<(), String> {
     }
 }
 
-/// `examples/01-first-run.yaml`, and in the next line what it teaches, on what and how long.
+/// `examples/01-first-run.yaml`, and in the next lines what it teaches, on what and how long.
 fn about(path: &Path, manifest: &[u8]) -> String {
     let text = String::from_utf8_lossy(manifest);
-    let line = |start: &str| text.lines().find_map(|line| line.strip_prefix(start));
-    let teaches = line("# Lesson ").unwrap_or_default();
-    let machine = line("# Machine: ").unwrap_or_default();
-    format!("{}\n  Lesson {teaches} {machine}", word(path))
+    let line = |start: &str| text.lines().find(|line| line.starts_with(start));
+    let told = ["# Lesson ", "# Machine: "].into_iter().filter_map(line);
+    let told = told.map(|line| format!("\n  {}", line.trim_start_matches("# ")));
+    format!("{}{}", word(path), told.collect::<String>())
 }
 
 #[cfg(test)]

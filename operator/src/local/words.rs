@@ -110,6 +110,12 @@ pub fn of_lost_engine(event: &Event) -> String {
     format!("{}{words}", event.message)
 }
 
+/// What a person reads of a recovery, behind the line of the loss.
+pub fn of_recovery(ranks: &str, first_step_ms: u64, steps_lost: u64) -> String {
+    let seconds = first_step_ms as f64 / 1000.0;
+    format!("{ranks} went on after {seconds:.1} s, {} again", several(steps_lost, "step"))
+}
+
 fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
     let files = std::fs::read_dir(logs).into_iter().flatten().flatten();
     files.filter_map(|file| Some((file.path(), file.metadata().ok()?.len()))).collect()
@@ -169,6 +175,17 @@ mod tests {
         assert!(words.is_news("no memory for a snapshot"));
         assert_eq!(goes_on_from("step-00000010"), "goes on from step-00000010");
         assert_eq!(goes_on_from(""), "");
+    }
+
+    #[test]
+    fn a_recovery_and_the_warnings_of_a_run_are_a_line_each() {
+        assert_eq!(of_recovery("7 ranks", 2240, 0), "7 ranks went on after 2.2 s, 0 steps again");
+        assert_eq!(of_recovery("1 rank", 60, 1), "1 rank went on after 0.1 s, 1 step again");
+        let mut words = Words::default();
+        assert_eq!(words.warnings(), None);
+        ["a.txt looks odd", "a.txt looks odd", "memory is short"].map(|told| words.warned(told));
+        let told = words.warnings().expect("warnings");
+        assert_eq!(told, "2 warnings:\n  a.txt looks odd\n  memory is short");
     }
 
     #[test]
