@@ -183,7 +183,9 @@ mod tests {
         assert_eq!(of_recovery("1 rank", 60, 1), "1 rank went on after 0.1 s, 1 step again");
         let mut words = Words::default();
         assert_eq!(words.warnings(), None);
-        ["a.txt looks odd", "a.txt looks odd", "memory is short"].map(|told| words.warned(told));
+        for told in ["a.txt looks odd", "a.txt looks odd", "memory is short"] {
+            words.warned(told);
+        }
         let told = words.warnings().expect("warnings");
         assert_eq!(told, "2 warnings:\n  a.txt looks odd\n  memory is short");
     }
