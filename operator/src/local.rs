@@ -25,7 +25,8 @@ use crate::cli::progress::{Progress, clock};
 use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
 pub use error::LocalError;
-use folder::{Folder, FolderError, JobFile};
+pub use folder::FolderError;
+use folder::{Folder, JobFile};
 use passed::pass_over;
 use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
@@ -33,9 +34,9 @@ use moe_worker::checkpoint::{self, Refusal};
 use moe_worker::data::Listing;
 use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
-use moejob_manifest::identity;
+use moejob_manifest::identity::{self, Steered};
 use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
-use moejob_manifest::words::count;
+use moejob_manifest::words::{count, several};
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
@@ -162,8 +163,23 @@ impl Runner {
             changes,
         };
         runner.tell_refused(&newest.refused, &passed_over);
+        for Steered { field, was, is } in runner.folder.steered() {
+            runner.progress.note(&format!("from step {} on {field}: was {was}, is {is}", done + 1));
+        }
         jump.into_iter().for_each(|jump| runner.progress.note(&jump));
         Ok(runner)
+    }
+
+    /// A field has another value from `step` on, the first that was done with it.
+    fn tell_steered(&mut self, Steered { field, was, is }: &Steered, step: u64) {
+        let details = [
+            ("step", Detail::Number(step)),
+            ("field", Detail::Text(field.to_string())),
+            ("was", Detail::Text(was.to_string())),
+            ("is", Detail::Text(is.to_string())),
+        ];
+        let message = format!("{field}: was {was}, is {is}");
+        self.event(EventKind::SpecChanged, "Resumed", &message, &details);
     }
 
     /// Checkpoints that are refused are named, with what became of each.
@@ -216,6 +232,16 @@ impl Runner {
         let observed = &self.job.tracker().observed;
         let steps = observed.template.training.steps;
         let stored = observed.stored.as_ref().filter(|stored| stored.step >= steps)?;
+        if stored.step > steps {
+            self.progress.note(&format!(
+                "{folder} has done {} steps, and training.steps is {steps}: give it as many at \
+                 least, or begin a run from an earlier checkpoint of it (`moejob checkpoint ls \
+                 {folder}`) by --name OTHER --set model.from.path=CHECKPOINT",
+                stored.step,
+                folder = self.folder.path().display(),
+            ));
+            return Some(2);
+        }
         self.progress.note(&format!(
             "{folder} is complete: {} has done all of its steps ({steps}). Raise training.steps to \
              go on, or remove {folder} to start anew.",
@@ -262,6 +288,7 @@ impl Runner {
                 let begun = self.folder.begin();
                 let what = "noting in job.json that steps are done";
                 self.stumble(what, &begun, "it is tried again with each step");
+                begun.iter().flatten().for_each(|of| self.tell_steered(of, report.step));
                 self.words.stepped();
                 self.progress.step(report);
                 self.draw(report);
@@ -289,6 +316,9 @@ impl Runner {
                 let is_news = event.event != EventKind::Warning || self.words.is_news(&words);
                 if kinds.contains(&event.event) && is_news {
                     self.progress.note(&words);
+                }
+                if event.event == EventKind::Warning {
+                    self.words.warned(&words);
                 }
                 // Rank 0 records what it tells. A worker tells us of its engines and of what they
                 // wait for, with their numbers, and the other ranks of their devices.
@@ -489,7 +519,9 @@ impl Runner {
             ("firstStepMs", Detail::Number(first_step)),
             ("stepsLost", Detail::Number(recovery.steps_lost)),
         ];
-        self.progress.note(&format!("training again {first_step} ms after the loss was noticed"));
+        let ranks = self.job.tracker().observed.gang().map_or(0, |gang| gang.layout.mesh.world());
+        let ranks = several(ranks, "rank");
+        self.progress.note(&words::of_recovery(&ranks, first_step, recovery.steps_lost));
         self.event(EventKind::Recovered, "FirstStep", &recovery.cause, &details);
     }
 
@@ -518,6 +550,9 @@ impl Runner {
                 Outcome::Suspended | Outcome::Interrupted => "KILLED",
             };
             mlflow.end(status).iter().for_each(|note| self.progress.note(note));
+        }
+        if let Some(again) = self.words.warnings() {
+            self.progress.note(&again);
         }
         let folder = self.folder.path().display().to_string();
         match outcome {

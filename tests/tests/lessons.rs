@@ -36,7 +36,7 @@ impl Place {
     /// Every number of steps of the examples is divided by `fewer`.
     fn new(fewer: u64) -> Place {
         let folder = tempfile::tempdir().expect("a folder");
-        let endings = [".rs", ".md", ".cu", ".cuh", ".yaml", ".sh", ".py"];
+        let endings = [".md", ".yaml", ".sh", ".py", ".txt"];
         for (path, text) in tracked(&endings) {
             let name = path.strip_prefix(root()).expect("a file of the checkout");
             let to = folder.path().join(name);
@@ -168,6 +168,51 @@ fn lesson_1_trains_on_and_keeps_its_bits_on_three_workers() {
     assert!(report.contains("first-run") && report.contains("frozen"));
 }
 
+/// A line `step 300/600  loss 1.7019  held-out 1.7799` with the numbers of that step, of a run's
+/// lines.
+fn with_numbers(line: &str, steps: &[Value]) -> String {
+    let (before, rest) = line.split_once("step ").expect("a step");
+    let number = rest.split('/').next().and_then(|number| number.parse::<u64>().ok());
+    let step = steps.iter().find(|step| step["step"].as_u64() == number).expect("a step of it");
+    let mut line = format!("{before}step {rest}");
+    for (word, field) in [("  loss ", "loss"), ("  held-out ", "validationLoss")] {
+        let Some(at) = line.find(word).map(|at| at + word.len()) else { continue };
+        let end = line[at..].find(' ').map_or(line.len(), |end| at + end);
+        let value = step[field].as_f64().unwrap_or_else(|| panic!("no {field}: {step}"));
+        line.replace_range(at..end, &format!("{value:.4}"));
+    }
+    line
+}
+
+/// README and the header of lesson 1 have the losses that everybody sees. `UPDATE_GOLDEN` writes
+/// those of this program there.
+#[test]
+fn readme_has_the_losses_of_lesson_1() {
+    let place = Place::new(1);
+    place.run("moejob run examples/01-first-run.yaml");
+    let text = std::fs::read_to_string(place.path("runs/first-run/metrics.jsonl"));
+    let text = text.expect("a run's steps");
+    let steps: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let is_step = |line: &str| line.contains("step ") && line.contains("/600  loss ");
+    for name in ["README.md", "examples/01-first-run.yaml"] {
+        let path = root().join(name);
+        let is = std::fs::read_to_string(&path).expect("a file");
+        let lines = is.lines().map(|line| match is_step(line) {
+            true => with_numbers(line, &steps),
+            false => line.to_string(),
+        });
+        let expected = lines.collect::<Vec<_>>().join("\n") + "\n";
+        assert!(is.lines().any(is_step), "{name} shows no step");
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            std::fs::write(&path, &expected).expect("written");
+            continue;
+        }
+        let how = "UPDATE_GOLDEN=1 writes these";
+        assert!(is == expected, "{name} has other losses; {how}:\n{expected}");
+    }
+}
+
 #[test]
 fn lesson_2_compares_four_workers_with_one() {
     let place = Place::new(100);
@@ -211,7 +256,7 @@ fn lesson_7_takes_own_documents_and_a_tokenizer_of_their_own() {
         word.unwrap_or_else(|| panic!("no loss in {text}"))
     };
     let own = loss("moejob eval runs/own-data --data runs/stories/test.jsonl");
-    let other = loss("moejob eval runs/own-data --data README.md");
+    let other = loss("moejob eval runs/own-data --data examples/corpus/README.md");
     assert!(own < other, "another kind of text is harder: {own} and {other}");
     assert!(place.path("runs/stories/train.idx").is_file());
 }

@@ -166,11 +166,35 @@ fn an_import_upwards_is_found() {
     assert_eq!(one("state", "use crate::state::slots::Slot;\nuse crate::gang::comm::Comm;"), 0);
 }
 
+/// Every variable of ours that a program reads is in the table, and no other.
+#[test]
+fn variables_stand_in_one_table() {
+    let page = std::fs::read_to_string(root().join("docs/variables.md")).expect("the page");
+    let names = |text: &str| -> Vec<String> {
+        let of = |rest: &str| {
+            let ends = |c: char| !(c.is_ascii_uppercase() || c == '_');
+            format!("MOEJOB_{}", rest.split(ends).next().unwrap_or_default())
+        };
+        text.split("MOEJOB_").skip(1).map(of).collect()
+    };
+    let told: std::collections::BTreeSet<String> = names(&page).into_iter().collect();
+    let mut read = std::collections::BTreeSet::new();
+    for (path, text) in tracked(&[".rs"]) {
+        let name = path.strip_prefix(root()).unwrap_or(&path).display().to_string();
+        if name.contains("/src/") && !name.starts_with("tests/") {
+            // The last is a name that stands for any other in a test of the rules.
+            let own = |name: &String| name.len() > "MOEJOB_".len() && name != "MOEJOB_OTHER";
+            read.extend(names(&text).into_iter().filter(own));
+        }
+    }
+    assert_eq!(read, told, "docs/variables.md");
+}
+
 #[test]
 fn the_top_level_has_what_it_needs_and_no_more() {
     let allowed = [
-        ".ci", ".gitignore", "Cargo.lock", "Cargo.toml", "LICENSE", "README.md", "docs", "examples",
-        "kernels", "manifests", "operator", "tests", "worker",
+        ".ci", ".gitignore", "AGENTS.md", "Cargo.lock", "Cargo.toml", "LICENSE", "README.md",
+        "docs", "examples", "kernels", "manifests", "operator", "tests", "worker",
     ];
     let output = Command::new("git").args(["ls-files"]).current_dir(root()).output().expect("git");
     let listing = String::from_utf8_lossy(&output.stdout).into_owned();

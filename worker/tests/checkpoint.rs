@@ -399,7 +399,7 @@ fn differences_are_all_told() {
         data_fingerprint: "other",
         seed: 8,
         spec_hash: "",
-        training_hash: "",
+        training_hashes: [String::from("training"), String::from("before")],
         float_bytes: 8,
     };
     let told = checkpoint::differences(&manifest, &expected);

@@ -1,6 +1,7 @@
 //! The CustomResourceDefinition, made from `spec.rs`: one source for the API server, for
 //! `kubectl explain` and for the strict reader of this crate.
 
+use crate::read::{API_VERSION, KIND};
 use crate::spec::MoeJob;
 use kube_core::CustomResourceExt;
 use serde_json::{Map, Value, json};
@@ -88,6 +89,53 @@ pub fn yaml() -> String {
 /// The schema of `spec`.
 pub fn spec_schema() -> Value {
     bounded()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"].take()
+}
+
+/// The JSON schema of a manifest, for editors and programs: what [`spec_schema`] says, in the words
+/// of JSON Schema and without those of an API server.
+pub fn manifest_schema() -> Value {
+    let mut spec = spec_schema();
+    plain(&mut spec);
+    let text = |word: &str| json!({ "const": word });
+    json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "MoeJob",
+        "type": "object",
+        "required": ["apiVersion", "kind", "metadata", "spec"],
+        "additionalProperties": false,
+        "properties": {
+            "apiVersion": text(API_VERSION),
+            "kind": text(KIND),
+            "metadata": {
+                "type": "object",
+                "required": ["name"],
+                "properties": { "name": {
+                    "type": "string",
+                    "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$",
+                    "maxLength": NAME_LEN_MAX,
+                } },
+            },
+            "spec": spec,
+        },
+    })
+}
+
+fn plain(schema: &mut Value) {
+    match schema {
+        Value::Object(fields) => {
+            let open = fields.get("x-kubernetes-preserve-unknown-fields") == Some(&json!(true));
+            if fields.get("x-kubernetes-int-or-string") == Some(&json!(true)) {
+                fields.insert("type".to_string(), json!(["integer", "string"]));
+            }
+            fields.retain(|name, _| !name.starts_with("x-kubernetes-") && name != "nullable");
+            if fields.get("properties").is_some_and(Value::is_object) && !open {
+                fields.entry("additionalProperties").or_insert(json!(false));
+            }
+            fields.values_mut().for_each(plain);
+        }
+        Value::Array(all) => all.iter_mut().for_each(plain),
+        _ => {}
+    }
 }
 
 /// The fields of ours that a definition as the API server has it would prune, by their paths: it is

@@ -8,7 +8,8 @@
 
 use crate::job::Job;
 use crate::preset;
-use crate::problem::{Code, Problem};
+use crate::problem::{Code, Problem, quoted};
+use crate::workspace::{self, goes_up, no_path};
 use crate::profile::Backend;
 use crate::spec::{
     AttentionName, ExchangeName, MoeJobSpec, NumberOrAuto, OverlapDegree, Word, as_typed,
@@ -431,8 +432,8 @@ fn of_router(router: &RouterConfig, sequences: u32) -> Vec<Problem> {
 }
 
 /// What only the machine of `moejob run` can mean.
-pub fn on_cluster(job: &Job) -> Option<Problem> {
-    job.profile.is_this_machine().then(|| {
+pub fn on_cluster(job: &Job) -> Vec<Problem> {
+    let machine = job.profile.is_this_machine().then(|| {
         Problem::of(
             Code::Unsupported,
             "spec.nodes.profile",
@@ -442,5 +443,8 @@ pub fn on_cluster(job: &Job) -> Option<Problem> {
              describe the machine: profile: custom, custom: { devices: 1, deviceMemory: 80Gi, \
              nodeSelector: { .. } }",
         )
-    })
+    });
+    let outside = workspace::paths(job).into_iter().filter(|(_, path)| goes_up(path));
+    let outside = outside.map(|(at, path)| no_path(&at, quoted(path)));
+    machine.into_iter().chain(outside).collect()
 }

@@ -5,6 +5,7 @@ use crate::changes::CHANGEABLE;
 use crate::problem::{CODES, nearest};
 use crate::spec::Preset;
 use crate::synonyms::meant;
+use crate::identity::steered_fields;
 use crate::{crd, identity, preset, read};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -48,7 +49,9 @@ impl Change {
     pub fn words(self) -> &'static str {
         match self {
             Change::Always => "may change while the job is there",
-            Change::Grows => "may grow while the job is there",
+            Change::Grows => {
+                "may grow while the job is there; between runs on one machine it may shrink, too"
+            }
             Change::BetweenRuns => {
                 "may change between two runs on one machine; on a cluster it is fixed"
             }
@@ -189,13 +192,17 @@ fn change(path: &str, has_fields: bool) -> Change {
     if CHANGEABLE.iter().any(|of| within(of)) {
         return Change::Always;
     }
-    let between = ["training.precision", "training.compute"];
-    if has_fields && (CHANGEABLE.iter().any(|of| holds(of)) || between.iter().any(|of| holds(of))) {
+    let between: Vec<&str> =
+        ["training.precision", "training.compute"].into_iter().chain(steered_fields()).collect();
+    // A schedule changes as a whole.
+    let is_steered = between.iter().any(|of| within(of));
+    let differs = CHANGEABLE.iter().any(|of| holds(of)) || between.iter().any(|of| holds(of));
+    if has_fields && differs && !is_steered {
         return Change::ByField;
     }
     // What two runs of a folder must share is model, data and training.
     let shared = ["model", "data", "training"].iter().any(|of| within(of));
-    match shared && !between.iter().any(|of| within(of)) {
+    match shared && !is_steered {
         true => Change::Never,
         false => Change::BetweenRuns,
     }

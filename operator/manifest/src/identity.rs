@@ -1,4 +1,4 @@
-//! What cannot change between two runs of one job.
+//! What cannot change between two runs of one job, and what may.
 
 use crate::job::Job;
 use moejob_protocol::config::TrainingConfig;
@@ -17,13 +17,19 @@ pub fn defaults() -> Value {
     of(&least())
 }
 
-/// What cannot change between two runs of one job, with every default filled in; `training.steps`
-/// may grow.
+/// What makes a job what it is, with every default filled in. [`shared`] is what of it two runs
+/// must have alike, and [`steered`] tells what else of it has changed.
 pub fn of(job: &Job) -> Value {
+    let checkpoint = &job.checkpoint;
     let mut identity = json!({
         "model": job.model,
         "data": job.data,
         "training": job.training,
+        "checkpoint": {
+            "everySteps": checkpoint.every_steps,
+            "keep": checkpoint.keep,
+            "keepBest": checkpoint.keep_best,
+        },
     });
     if let Some(from) = &job.model_from {
         identity["modelFrom"] = json!(from);
@@ -38,7 +44,7 @@ const JUMP: f64 = 0.1;
 /// all: its schedule is stretched to the new end, and the learning rate may jump there.
 pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<String> {
     let before: TrainingConfig = serde_json::from_value(was["training"].clone()).ok()?;
-    let last = done.checked_sub(1).filter(|_| before.steps < training.steps)?;
+    let last = done.checked_sub(1).filter(|_| before.steps != training.steps)?;
     // Step `done`, counted from 0, is the next one.
     let (from, to) = (before.learning_rate(last), training.learning_rate(done));
     ((to - from).abs() > JUMP * from).then(|| {
@@ -53,12 +59,55 @@ pub fn stretched(was: &Value, training: &TrainingConfig, done: u64) -> Option<St
     })
 }
 
+/// Fields of an identity that may change where a run goes on, and what a manifest calls them.
+const STEERED: [(&str, &str); 10] = [
+    ("/training/steps", "training.steps"),
+    ("/training/adamw/learningRate", "training.optimizer.adamw.learningRate"),
+    ("/training/adamw/weightDecay", "training.optimizer.adamw.weightDecay"),
+    ("/training/schedule", "training.schedule"),
+    ("/training/maxGradNorm", "training.maxGradNorm"),
+    ("/data/validation/everySteps", "data.validation.everySteps"),
+    ("/data/validation/maxSequences", "data.validation.maxSequences"),
+    ("/checkpoint/everySteps", "checkpoint.everySteps"),
+    ("/checkpoint/keep", "checkpoint.keep"),
+    ("/checkpoint/keepBest", "checkpoint.keepBest"),
+];
+
+/// The fields that may change where a run goes on, as a manifest calls them.
+pub fn steered_fields() -> impl Iterator<Item = &'static str> {
+    STEERED.iter().map(|(_, field)| *field)
+}
+
+/// A field that has another value from some step on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Steered {
+    pub field: &'static str,
+    pub was: Value,
+    pub is: Value,
+}
+
+/// What a run of `was` is steered by that goes on as `is`, both identities. A field that `was` does
+/// not know is that of a release before, and may have been anything.
+pub fn steered(was: &Value, is: &Value) -> Vec<Steered> {
+    let of = |(path, field): &(&str, &'static str)| {
+        let (was, is) = (was.pointer(path)?.clone(), is.pointer(path)?.clone());
+        (was != is).then_some(Steered { field, was, is })
+    };
+    STEERED.iter().filter_map(of).collect()
+}
+
 /// What of an identity two runs of one job must share. Formats and devices are left out: weights
 /// and moments are kept in fp32, so a run that began on a processor may go on on a GPU. So are
-/// slices of experts: checkpoints are read with any number of them. And so are the places of the
-/// data, whose fingerprint workers compare.
+/// slices of experts: checkpoints are read with any number of them. So are the places of the data,
+/// whose fingerprint workers compare, and all that a run may be steered by.
 pub fn shared(identity: &Value) -> Value {
     let mut shared = identity.clone();
+    for (path, _) in STEERED {
+        let (group, field) = path.rsplit_once('/').unwrap_or_default();
+        if let Some(Value::Object(fields)) = shared.pointer_mut(group) {
+            fields.remove(field);
+        }
+    }
     if let Some(Value::Object(experts)) = shared.pointer_mut("/model/experts") {
         experts.remove("slices");
     }

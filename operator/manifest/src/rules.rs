@@ -498,47 +498,11 @@ impl Rules<'_> {
     }
 
     fn paths(&mut self) {
-        let data = &self.job.data;
-        let train = data.train.iter().enumerate().map(|(index, part)| match part.weight {
-            None => ("spec.data.train".to_string(), &part.source),
-            Some(_) => (format!("spec.data.train.mixture[{index}]"), &part.source),
-        });
-        let held_out = data.held_out.iter();
-        let held_out = held_out.map(|source| ("spec.data.validation.from".to_string(), source));
-        for (at, source) in train.chain(held_out) {
-            let at = format!("{at}.{}", source.format.name());
-            for (list, paths) in [("paths", &source.paths), ("exclude", &source.exclude)] {
-                for (index, path) in paths.iter().enumerate() {
-                    self.path(&format!("{at}.{list}[{index}]"), path);
-                }
+        for (at, path) in workspace::paths(self.job) {
+            if let Some(found) = workspace::address(path) {
+                self.refuse(workspace::no_path(&at, found), &[]);
             }
         }
-        if let Tokenizer::Path(path) = &data.tokenizer {
-            self.path("spec.data.tokenizer", path);
-        }
-        if let Some(location) = &self.job.checkpoint.location {
-            self.path("spec.checkpoint.location", location);
-        }
-        if let Some(from) = &self.job.model_from {
-            self.path("spec.model.from.path", from);
-        }
-    }
-
-    fn path(&mut self, at: &str, path: &str) {
-        let scheme = path.split_once("://").map(|(scheme, _)| scheme);
-        let found = if let Some(scheme) = scheme {
-            // What stands before an @ may be a password: it is not repeated.
-            format!("an address with the scheme {}", quoted(scheme))
-        } else if path.split('/').any(|part| part == "..") {
-            quoted(path)
-        } else {
-            return;
-        };
-        let problem = Problem::new(Code::Path, at)
-            .found(found)
-            .allowed("a path of this machine or of a mounted volume, without `..`")
-            .advice("mount what is elsewhere");
-        self.refuse(problem, &[]);
     }
 
     fn recovery(&mut self) {
@@ -609,7 +573,10 @@ impl Rules<'_> {
                 }
             }
             let Some(path) = volume.mount_path.as_deref() else { continue };
-            self.path(&format!("{at}.mountPath"), path);
+            let is_up = workspace::goes_up(path);
+            if let Some(found) = workspace::address(path).or(is_up.then(|| quoted(path))) {
+                self.refuse(workspace::no_path(&format!("{at}.mountPath"), found), &[]);
+            }
             let place = workspace::in_workspace(path);
             if workspace::is_reserved(path) || path.contains(':') || seen.contains(&place) {
                 let problem = Problem::new(Code::Path, format!("{at}.mountPath"))

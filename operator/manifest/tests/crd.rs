@@ -126,3 +126,26 @@ fn walk(schema: &Value, path: &str, fields: &mut usize) {
         walk(&schema["additionalProperties"], &format!("{path}.*"), fields);
     }
 }
+
+/// The schema for editors knows each field of each lesson, in the words of JSON Schema.
+#[test]
+fn the_schema_of_a_manifest_knows_the_lessons() {
+    fn known(at: &str, value: &Value, schema: &Value) {
+        assert!(schema.is_object(), "{at} is in no schema");
+        let fields = value.as_object().filter(|_| schema["properties"].is_object());
+        for (name, value) in fields.into_iter().flatten() {
+            known(&format!("{at}.{name}"), value, &schema["properties"][name]);
+        }
+    }
+    let schema = crd::manifest_schema();
+    assert_eq!(schema["properties"]["spec"]["additionalProperties"], false);
+    assert!(!schema.to_string().contains("x-kubernetes"), "words of an API server");
+    let required = schema["properties"]["spec"]["required"].as_array().expect("a list");
+    assert!(required.contains(&"training".into()), "{required:?}");
+    for lesson in ["01-first-run", "02-elastic", "04-routers", "05-one-gpu", "09-use-it"] {
+        let path = format!("{}/../../examples/{lesson}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(path).expect("a lesson");
+        let value: Value = serde_saphyr::from_str(&text).expect("YAML");
+        known(lesson, &value, &schema);
+    }
+}

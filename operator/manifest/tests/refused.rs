@@ -6,7 +6,9 @@ mod manifests;
 
 use manifests::{BASE, TABLE, blocks};
 use moejob_manifest::Job;
+use moejob_manifest::devices::on_cluster;
 use moejob_manifest::job::{bytes_of, millis_of, same_output};
+use moejob_manifest::read::Manifest;
 use std::fmt::Write;
 
 const PATH: &str = "tests/manifests/refused.txt";
@@ -116,6 +118,9 @@ fn report(input: &[u8]) -> String {
             text.push_str("=> good\n");
             for warning in &job.warnings {
                 writeln!(text, "=> warning {warning}").unwrap();
+            }
+            for problem in Manifest::read(input).locate(on_cluster(&job)) {
+                writeln!(text, "=> on a cluster {problem}").unwrap();
             }
         }
         Err(problems) => {

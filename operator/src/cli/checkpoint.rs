@@ -32,7 +32,7 @@ pub enum CheckpointCommand {
     },
     /// Describe one checkpoint.
     Show {
-        /// A `step-*` folder.
+        /// A run, a `step-*` folder, or a folder of them (the newest counts).
         checkpoint: PathBuf,
         /// Every tensor, not their number alone.
         #[arg(long)]
@@ -43,7 +43,7 @@ pub enum CheckpointCommand {
     },
     /// Read every byte and compare it with the manifest; exit 3 if anything differs.
     Verify {
-        /// `step-*` folders.
+        /// Runs, `step-*` folders, or folders of them (the newest counts).
         #[arg(required = true)]
         checkpoints: Vec<PathBuf>,
         /// How it is written.
@@ -123,6 +123,7 @@ pub fn run(command: &CheckpointCommand) -> ExitCode {
                 Float::Bf16 => DType::Bf16,
                 Float::Fp16 => DType::F16,
             });
+            let like = like.as_deref().map(place);
             let options = Options { dtype, like: like.as_deref() };
             export(&place(checkpoint), out, options, *written)
         }
@@ -274,42 +275,39 @@ fn what_it_is(path: &Path) -> &'static str {
     }
 }
 
-/// A folder of checkpoints is none itself: which of them is meant?
+/// The checkpoint that a person means: a `step-*` folder itself, and of a run or a location the
+/// newest one.
 ///
 /// # Errors
-/// What it is, and what to name.
-fn is_one(path: &Path) -> Result<(), String> {
+/// What it is instead, and what to name.
+fn newest(path: &Path) -> Result<PathBuf, String> {
     let inside = path.join("checkpoints");
     if path.join("job.json").is_file() && inside.is_dir() {
-        return is_one(&inside);
+        return newest(&inside);
     }
-    let found = match path.join("manifest.json").symlink_metadata() {
-        Ok(_) => return Ok(()),
-        Err(_) => checkpoint::list(&Disk::real(), path).unwrap_or_default(),
-    };
-    let Some(newest) = found.last() else {
-        let advice = "name a step-* folder, such as runs/NAME/checkpoints/step-00000100";
+    if path.join("manifest.json").symlink_metadata().is_ok() {
+        return Ok(path.to_path_buf());
+    }
+    let mut found = checkpoint::list(&Disk::real(), path).unwrap_or_default();
+    found.pop().map(|newest| newest.path).ok_or_else(|| {
+        let advice = "name a run, or a step-* folder such as runs/NAME/checkpoints/step-00000100";
         let what = match or_its_runs(path) {
             Some(runs) => runs,
             None => format!("{}; {advice}", what_it_is(path)),
         };
-        return Err(format!("{}: {what}", path.display()));
-    };
-    let count = match found.len() {
-        1 => "1 checkpoint".to_string(),
-        count => format!("{count} checkpoints"),
-    };
-    let (path, newest) = (path.display(), newest.path.display());
-    Err(format!("{path} is a folder of {count}: name one of them, such as {newest}"))
+        format!("{}: {what}", path.display())
+    })
 }
 
 fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
-    let path = place(path);
+    let path = match newest(&place(path)) {
+        Ok(path) => path,
+        Err(why) => {
+            eprintln!("moejob: {why}");
+            return Ok(ExitCode::from(2));
+        }
+    };
     let path = path.as_path();
-    if let Err(why) = is_one(path) {
-        eprintln!("moejob: {why}");
-        return Ok(ExitCode::from(2));
-    }
     let described = checkpoint::show(&Disk::real(), path);
     let is_read = described.as_ref().is_ok_and(|manifest| size(manifest) <= READ_MAX);
     let read = if is_read { checkpoint::verify(&Disk::real(), path) } else { described };
@@ -357,13 +355,15 @@ fn show(path: &Path, tensors: bool, output: Output) -> Outcome {
 fn verify(paths: &[PathBuf], output: Output) -> Outcome {
     let (mut code, mut all) = (ExitCode::SUCCESS, Vec::new());
     for path in paths {
-        let path = &place(path);
-        if let Err(why) = is_one(path) {
-            eprintln!("moejob: {why}");
-            all.push(json!({ "path": path, "good": false, "problems": [why] }));
-            code = ExitCode::from(2);
-            continue;
-        }
+        let path = &match newest(&place(path)) {
+            Ok(path) => path,
+            Err(why) => {
+                eprintln!("moejob: {why}");
+                all.push(json!({ "path": path, "good": false, "problems": [why] }));
+                code = ExitCode::from(2);
+                continue;
+            }
+        };
         match checkpoint::verify(&Disk::real(), path) {
             Ok(manifest) => match output {
                 Output::Text => {

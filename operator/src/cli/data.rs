@@ -1,6 +1,6 @@
 //! `moejob data inspect|tokenizer|tokenize`.
 
-use super::args::{THREADS_MAX, whole};
+use super::args::{THREADS_MAX, Written, whole};
 use super::bar::{Bar, Unit};
 use super::disk::patient;
 use super::validate::Output;
@@ -59,8 +59,8 @@ pub struct TokenizerArgs {
     #[arg(required = true)]
     inputs: Vec<String>,
     /// The file to make.
-    #[arg(long, short, default_value = "tokenizer.json")]
-    output: PathBuf,
+    #[arg(long, default_value = "tokenizer.json")]
+    out: PathBuf,
     /// Size of the vocabulary, with every byte and the token that ends a document.
     #[arg(
         long,
@@ -71,9 +71,8 @@ pub struct TokenizerArgs {
     /// The key or column of a document's text.
     #[arg(long, default_value = "text")]
     field: String,
-    /// What was made, as JSON.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    written: Written,
 }
 
 #[derive(Args)]
@@ -81,9 +80,9 @@ pub struct TokenizeArgs {
     /// Files or patterns, all of one format: text, .jsonl (.gz, .zst) or .parquet.
     #[arg(required = true)]
     inputs: Vec<String>,
-    /// Path of the result without its ending: OUTPUT.bin, and OUTPUT.idx.
-    #[arg(long, short)]
-    output: PathBuf,
+    /// Path of the result without its ending: OUT.bin, and OUT.idx.
+    #[arg(long)]
+    out: PathBuf,
     /// `bytes`, or the path of a tokenizer.json.
     #[arg(long)]
     tokenizer: String,
@@ -99,9 +98,8 @@ pub struct TokenizeArgs {
     /// Default: as many as there are processors.
     #[arg(long, value_parser = whole(1, THREADS_MAX))]
     threads: Option<u32>,
-    /// What was made, as JSON.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    written: Written,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -219,28 +217,28 @@ fn documents(inputs: &[String], field: &str) -> Result<(Vec<DataFile>, Format), 
 fn tokenizer(args: &TokenizerArgs) -> Result<ExitCode, ExitCode> {
     let unwritten = |error: std::io::Error| {
         let advice = match error.kind() {
-            AlreadyExists => "choose another --output, or delete it",
+            AlreadyExists => "choose another --out, or delete it",
             NotFound => "make the folder first",
-            _ => "choose another --output",
+            _ => "choose another --out",
         };
-        eprintln!("moejob: {} cannot be made: {error}; {advice}", args.output.display());
+        eprintln!("moejob: {} cannot be made: {error}; {advice}", args.out.display());
         ExitCode::from(2)
     };
     let (files, format) = documents(&args.inputs, &args.field)?;
     let bytes: u64 = files.iter().map(|file| file.bytes).sum();
     // Made before the work, so that a path that cannot be written is told at once.
-    let mut file = File::create_new(&args.output).map_err(unwritten)?;
+    let mut file = File::create_new(&args.out).map_err(unwritten)?;
     let made = learn::learn(files, &format, args.tokens).map_err(|error| refuse(&error));
     let written = made.and_then(|(text, tokens)| {
         let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
-        written.and_then(|()| durable::sync_folder_of(&args.output)).map_err(unwritten)?;
+        written.and_then(|()| durable::sync_folder_of(&args.out)).map_err(unwritten)?;
         Ok(tokens)
     });
     let tokens = written.inspect_err(|_| {
-        let _ = std::fs::remove_file(&args.output);
+        let _ = std::fs::remove_file(&args.out);
     })?;
-    let output = args.output.display();
-    if args.json {
+    let output = args.out.display();
+    if args.written.is_json() {
         let made = serde_json::json!({
             "path": output.to_string(),
             "tokens": tokens,
@@ -274,7 +272,7 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
         files,
         format,
         recipe: Recipe { encoder, field: args.field.clone(), end_of_document },
-        output: args.output.clone(),
+        output: args.out.clone(),
         layout,
         threads: args.threads.map_or_else(threads, |threads| threads as usize),
         save_every: SAVE_EVERY,
@@ -284,7 +282,7 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
     drop(bar);
     match result {
         Ok(done) => {
-            match args.json {
+            match args.written.is_json() {
                 true => println!("{}", result_json(&prepare, &done)),
                 false => println!("{}", say_result(&prepare, &done)),
             }
@@ -294,7 +292,7 @@ fn tokenize(args: &TokenizeArgs) -> Result<ExitCode, ExitCode> {
         Err(error) => {
             super::complain(&error);
             let advice = match error {
-                PrepareError::Exists { .. } => "choose another output, or delete it",
+                PrepareError::Exists { .. } => "choose another --out, or delete it",
                 PrepareError::OtherRun { .. } => "delete it and the .part files to begin anew",
                 PrepareError::Nothing => "look at it with `moejob data inspect`",
                 PrepareError::Write { ref source, .. } if source.kind() == NotFound => {

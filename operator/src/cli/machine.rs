@@ -44,6 +44,20 @@ pub fn check(job: &Job, needed: impl FnOnce() -> u64) -> Result<Vec<String>, Str
     judge(&Machine { missing, gpus, said: given_words() }, ranks, needed())
 }
 
+/// Whether this machine shows a GPU that a job could be trained on.
+///
+/// # Errors
+/// Why there is none.
+pub fn gpus_here() -> Result<(), String> {
+    if let Some((name, why)) = missing_libraries().into_iter().next() {
+        return Err(format!("{name}: {why}"));
+    }
+    match visible_gpus().map_err(|error| chain(&error))?.len() {
+        0 => Err("the driver shows none".to_string()),
+        _ => Ok(()),
+    }
+}
+
 fn judge(machine: &Machine, ranks: u32, needed: u64) -> Result<Vec<String>, String> {
     const DOCTOR: &str = "`moejob doctor` tells what this machine has; nodes: { profile: cpu } \
                           trains without a GPU";

@@ -14,8 +14,10 @@ pub mod disk;
 pub mod doctor;
 pub mod operator;
 pub mod eval;
+pub mod examples;
 pub mod explain;
 pub mod generate;
+pub mod init;
 pub mod kernels;
 mod log_lines;
 mod machine;
@@ -75,8 +77,10 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Say what a field of the manifest means: type, default, when it may change.
     Explain(explain::ExplainArgs),
-    /// Make a manifest to begin with.
-    Init(explain::InitArgs),
+    /// Make a manifest to begin with; with --data one that fits the data and this machine.
+    Init(init::InitArgs),
+    /// Write the lessons with their texts: all of them, or lesson N.
+    Examples(examples::ExamplesArgs),
     /// List the runs of this machine, and how far each is.
     Ls(runs::LsArgs),
     /// Show one run: where it stands, and what has happened.
@@ -98,6 +102,8 @@ enum Command {
     Preflight(preflight::PreflightArgs),
     /// Print the CustomResourceDefinition.
     Crd,
+    /// Print the JSON schema of a manifest, for editors and programs.
+    Schema,
     /// Run MoeJobs on a Kubernetes cluster.
     Operator(operator::OperatorArgs),
     /// Work with jobs on a cluster; the same as `kubectl moe`.
@@ -161,7 +167,8 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Eval(args) => eval::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Explain(args) => explain::run(&args),
-        Command::Init(args) => explain::init(&args),
+        Command::Init(args) => init::init(&args),
+        Command::Examples(args) => examples::run(&args),
         Command::Ls(args) => runs::ls(&args),
         Command::Show(args) => runs::show(&args),
         Command::Tail(args) => runs::tail(&args),
@@ -172,6 +179,7 @@ pub fn dispatch(cli: Cli) -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Preflight(args) => preflight::run(&args),
         Command::Crd => crd::run(),
+        Command::Schema => crd::schema(),
         Command::Operator(args) => operator::run(&args),
         Command::Kube(args) => moe::run(args),
         Command::Worker => moe_worker::life::process::main(),

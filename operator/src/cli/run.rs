@@ -1,19 +1,24 @@
 //! `moejob run FILE`.
 
 pub mod mlflow;
+pub mod budget;
 mod post;
+mod refused;
 pub mod tfevents;
 
-use super::args::{THREADS_MAX, whole};
+use super::args::{THREADS_MAX, place, whole, word};
+use super::examples::{self, TINY};
 use super::{complain, machine};
 use super::room::{self, Fit};
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, ReadJob};
-use crate::local::{self, Options};
+use crate::local::{self, FolderError, LocalError, Options};
 use crate::cli::out::io;
 use clap::Args;
 use mlflow::Tracking;
+use refused::Missing;
 use moejob_manifest::job::Job;
+use moejob_manifest::problem::printable_lines;
 use moejob_manifest::words::count;
 use moejob_plan::launch::Places;
 use moejob_plan::lead::Local;
@@ -25,11 +30,14 @@ use std::process::ExitCode;
 
 #[derive(Args)]
 pub struct RunArgs {
-    /// The MoeJob manifest.
+    /// The MoeJob manifest; `tiny` is lesson 1, which is written where it is not there.
     pub file: PathBuf,
     /// Another value of a field, such as training.steps=800. May be given several times.
     #[arg(long, value_name = "FIELD=VALUE")]
     pub set: Vec<String>,
+    /// Plans training.steps for so much time, such as 5m, by a few steps that are measured first.
+    #[arg(long, value_name = "TIME", value_parser = budget::read)]
+    pub budget: Option<u64>,
     /// Another name for the job, and so another folder.
     #[arg(long)]
     pub name: Option<String>,
@@ -60,8 +68,36 @@ pub struct RunArgs {
 }
 
 pub fn run(args: &RunArgs) -> ExitCode {
-    let changed = Changed { sets: &args.set, name: args.name.as_deref() };
-    let read = match super::validate::read_changed_job(&args.file, &args.profiles, &changed) {
+    let is_tiny = args.file == Path::new(TINY) && !args.file.exists();
+    let file = match is_tiny.then(examples::tiny).transpose() {
+        Ok(written) => written.unwrap_or_else(|| args.file.clone()),
+        Err(why) => {
+            eprintln!("moejob: {why}");
+            return ExitCode::from(2);
+        }
+    };
+    let name = args.name.as_deref().or(is_tiny.then_some(TINY));
+    let read_job = |sets: &[String]| {
+        let changed = Changed { sets, name };
+        super::validate::read_changed_job(&file, &args.profiles, &changed)
+    };
+    let planned = args.budget.map(|budget| {
+        let job = read_job(&args.set)?.job;
+        budget::steps(args, &file, &job, budget).map_err(|why| {
+            eprintln!("moejob: {}", printable_lines(&why));
+            ExitCode::from(2)
+        })
+    });
+    let mut sets = args.set.clone();
+    match planned.transpose() {
+        Ok(Some((steps, why))) => {
+            eprintln!("--budget: {why}");
+            sets.push(format!("training.steps={steps}"));
+        }
+        Ok(None) => {}
+        Err(code) => return code,
+    }
+    let read = match read_job(&sets) {
         Ok(read) => read,
         Err(code) => return code,
     };
@@ -76,21 +112,28 @@ pub fn run(args: &RunArgs) -> ExitCode {
         Ok(mlflow) => mlflow,
         Err(code) => return code,
     };
+    let location = read.job.checkpoint.location.as_deref().map(Path::new);
+    let missing = Missing::of(&args.dir.join(&read.job.name), location);
     let result = local_job(&read, args).map(|job| {
         let (tfevents, fresh) = (args.tfevents, args.fresh);
         local::run(job, &args.dir, Options { trace, tfevents, mlflow, fresh })
     });
-    match result {
-        Ok(Ok(code)) => ExitCode::from(code as u8),
+    let code = match result {
+        Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             complain(&error);
-            ExitCode::from(error.exit_code() as u8)
+            if let LocalError::Folder(FolderError::Changed { changes, .. }) = &error {
+                eprintln!("  {}", anew(args, &file, &read.job.name, changes));
+            }
+            error.exit_code()
         }
         Err(message) => {
             eprintln!("moejob: {message}");
-            ExitCode::from(2)
+            2
         }
-    }
+    };
+    missing.remove(code);
+    ExitCode::from(code as u8)
 }
 
 /// Where the trace goes. It is written in the middle of the training: a place that takes no file is
@@ -130,6 +173,19 @@ fn tracking(typed: Option<&str>) -> Result<Option<Tracking>, ExitCode> {
 /// The job as this machine runs it, or why it cannot.
 fn local_job(read: &ReadJob, args: &RunArgs) -> Result<Local, String> {
     let mut job = read.job.clone();
+    // A run is named as everywhere else.
+    let from = job.model_from.as_deref().map(|from| place(Path::new(from)));
+    job.model_from = from.map(|path| path.to_string_lossy().into_owned());
+    let of_cluster = of_cluster(&job);
+    if !of_cluster.is_empty() {
+        eprintln!(
+            "moejob: {} {} for a cluster, where `moejob kube submit {}` takes the job: nothing of \
+             it counts on this machine",
+            of_cluster.join(", "),
+            if of_cluster.len() == 1 { "is" } else { "are" },
+            word(&args.file),
+        );
+    }
     if let Some(workers) = args.workers {
         job.nodes.max = workers;
         job.nodes.min = job.nodes.min.min(workers);
@@ -193,6 +249,37 @@ fn banner(job: &Job, fit: &Fit, threads: u32, dir: &Path) -> [String; 2] {
             dir.join(&job.name).display()
         ),
     ]
+}
+
+/// What begins another run with the weights of this one, where they fit it.
+fn anew(args: &RunArgs, file: &Path, name: &str, changes: &str) -> String {
+    if changes.lines().any(|line| line.trim_start().starts_with("model.")) {
+        return "its weights fit no other model; `--name OTHER` begins another run without them"
+            .to_string();
+    }
+    let sets = args.set.iter().map(|set| format!(" --set {}", word(Path::new(set))));
+    let own = word(&args.dir.join(name));
+    format!(
+        "a new run that begins with this one's weights: moejob run {}{} --name OTHER --set \
+         model.from.path={own}",
+        word(file),
+        sets.collect::<String>(),
+    )
+}
+
+/// What a manifest says that a cluster alone understands.
+fn of_cluster(job: &Job) -> Vec<&'static str> {
+    let of = &job.kubernetes;
+    let template = of.pod_template.as_object();
+    let all = [
+        ("spec.image", of.image.is_some()),
+        ("spec.volumes", !of.volumes.is_empty()),
+        ("spec.podTemplate", !template.is_none_or(|fields| fields.is_empty())),
+        ("spec.priorityClassName", !of.priority_class_name.is_empty()),
+        ("spec.schedulerName", !of.scheduler_name.is_empty()),
+        ("spec.ttlSecondsAfterFinished", of.ttl_seconds_after_finished.is_some()),
+    ];
+    all.into_iter().filter(|(_, is_there)| *is_there).map(|(field, _)| field).collect()
 }
 
 /// What is said of more workers than a step has work for.

@@ -82,6 +82,8 @@ struct Seen {
     step: Option<Value>,
     held_out: Option<(u64, f64)>,
     events: Vec<Value>,
+    /// What it was warned of, each once.
+    warnings: Vec<String>,
     /// Refused checkpoints that were set aside.
     aside: Vec<Aside>,
 }
@@ -197,6 +199,13 @@ fn read(path: &Path) -> Seen {
         true => "running",
         false => ended(&events, steps.is_empty()),
     };
+    let mut warnings: Vec<String> = Vec::new();
+    for event in events.iter().filter(|event| event["event"] == "Warning") {
+        let words = printable(event["message"].as_str().unwrap_or_default());
+        if !warnings.contains(&words) {
+            warnings.push(words);
+        }
+    }
     events.drain(..events.len().saturating_sub(EVENTS_SHOWN));
     // What cannot be listed is told by who reads it.
     let aside = aside::list(&Disk::real(), &path.join("checkpoints")).unwrap_or_default();
@@ -208,6 +217,7 @@ fn read(path: &Path) -> Seen {
         step: steps.last().cloned(),
         held_out,
         events,
+        warnings,
         aside,
     }
 }
@@ -299,6 +309,7 @@ impl Seen {
             "uid": self.job["uid"],
             "attempt": self.job["attempt"],
             "events": self.events,
+            "warnings": self.warnings,
             "aside": self.aside.iter().map(|of| json!({
                 "name": of.name,
                 "path": of.path.display().to_string(),
@@ -371,6 +382,10 @@ fn page(run: &Seen, now: u64) -> Vec<String> {
     put("folder", printable(&run.path.display().to_string()));
     if !run.aside.is_empty() {
         put("set aside", run.aside_words());
+    }
+    if !run.warnings.is_empty() {
+        lines.push("warnings".to_string());
+        lines.extend(run.warnings.iter().map(|words| format!("  {words}")));
     }
     if !run.events.is_empty() {
         lines.push("events".to_string());

@@ -1,5 +1,6 @@
 //! `moejob validate FILE...`: every problem, with line and column.
 
+use super::args::place;
 use super::profiles::OwnProfiles;
 use clap::{Args, ValueEnum};
 use moejob_manifest::Job;
@@ -25,6 +26,10 @@ pub struct ValidateArgs {
     /// MoeJob manifests; `-` is standard input.
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
+    /// Another value of a field in all of them, such as training.steps=800. May be given several
+    /// times.
+    #[arg(long, value_name = "FIELD=VALUE")]
+    pub set: Vec<String>,
     #[command(flatten)]
     pub profiles: OwnProfiles,
     /// How the problems are written.
@@ -62,7 +67,16 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
         Err(problems) => return refuse(&problems),
     };
     for file in &args.files {
-        findings.extend(examine(file, &mut jobs, &profiles));
+        match examine(file, &args.set, &mut jobs, &profiles) {
+            Ok(found) => findings.extend(found),
+            Err(why) => return refuse(&format!("moejob: {why}")),
+        }
+    }
+    // Beside manifests there may be files of other kinds; of those alone nothing is judged.
+    if findings.iter().any(|finding| !finding.is_of_others()) {
+        findings.iter_mut().filter(|finding| finding.is_of_others()).for_each(|finding| {
+            finding.unreadable = None;
+        });
     }
     match args.output {
         Output::Text => findings.iter().for_each(print_text),
@@ -70,7 +84,7 @@ pub fn run(args: &ValidateArgs) -> ExitCode {
             println!("{}", Value::from(findings.iter().map(to_json).collect::<Vec<_>>()));
         }
     }
-    let good = findings.iter().all(Finding::can_run);
+    let good = findings.iter().all(|finding| finding.can_run() || finding.is_passed_over());
     if good { ExitCode::SUCCESS } else { ExitCode::from(EXIT_INPUT) }
 }
 
@@ -120,22 +134,14 @@ pub fn read_changed_job(
         Ok(bytes) => only_job(bytes),
         Err(error) => Err(unread(&error)),
     };
-    let (mut finding, bytes) = match read {
+    let (finding, bytes) = match read {
         Ok(bytes) if is_changed => match edit::with(&bytes, changed.sets, changed.name) {
-            Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
-            Err(why) => {
-                eprintln!("moejob: {}", moejob_manifest::problem::printable_lines(&why));
-                return Err(ExitCode::from(EXIT_INPUT));
-            }
+            Ok(bytes) => (judge_changed(file, &bytes, &mut jobs, &profiles), bytes),
+            Err(why) => return Err(refuse(&format!("moejob: {why}"))),
         },
         Ok(bytes) => (judge(file, &bytes, &mut jobs, &profiles), bytes),
         Err(why) => (Finding::unreadable(file, why), Vec::new()),
     };
-    if is_changed {
-        let lists = [&mut finding.problems, &mut finding.warnings, &mut finding.unsupported];
-        let all = lists.into_iter().flatten();
-        all.for_each(|problem| problem.place = None);
-    }
     if finding.job.is_none() {
         print_text(&finding);
     } else {
@@ -148,7 +154,7 @@ pub fn read_changed_job(
 }
 
 fn refuse(problems: &str) -> ExitCode {
-    eprintln!("{problems}");
+    eprintln!("{}", moejob_manifest::problem::printable_lines(problems));
     ExitCode::from(EXIT_INPUT)
 }
 
@@ -156,8 +162,8 @@ fn refuse(problems: &str) -> ExitCode {
 pub fn report(file: &Path, bytes: &[u8], profiles: &Profiles) -> bool {
     let mut jobs = Vec::new();
     let mut finding = judge(file, bytes, &mut jobs, profiles);
-    let of_cluster = jobs.pop().and_then(|job| devices::on_cluster(&job));
-    finding.unsupported.extend(Manifest::read(bytes).locate(of_cluster.into_iter().collect()));
+    let of_cluster = jobs.pop().map(|job| devices::on_cluster(&job)).unwrap_or_default();
+    finding.unsupported.extend(Manifest::read(bytes).locate(of_cluster));
     let good = finding.can_run();
     // Of a good one its warnings are all that there is to say.
     match good {
@@ -170,21 +176,47 @@ pub fn report(file: &Path, bytes: &[u8], profiles: &Profiles) -> bool {
 }
 
 /// A finding for each MoeJob of a file, and one for a file without.
-fn examine(file: &Path, jobs: &mut Vec<Job>, profiles: &Profiles) -> Vec<Finding> {
+///
+/// # Errors
+/// A value of `sets` cannot be set.
+fn examine(
+    file: &Path,
+    sets: &[String],
+    jobs: &mut Vec<Job>,
+    profiles: &Profiles,
+) -> Result<Vec<Finding>, String> {
     let bytes = match read(file) {
         Ok(bytes) => bytes,
-        Err(error) => return vec![Finding::unreadable(file, unread(&error))],
+        Err(error) => return Ok(vec![Finding::unreadable(file, unread(&error))]),
     };
     let (others, own): (Vec<_>, Vec<_>) =
         documents(&bytes).into_iter().partition(|document| document.other.is_some());
     let skipped: Vec<String> = others.into_iter().filter_map(|document| document.other).collect();
-    let mut findings: Vec<Finding> =
-        own.iter().map(|document| judge(file, &document.bytes, jobs, profiles)).collect();
+    let mut findings = Vec::new();
+    for document in own {
+        findings.push(match sets.is_empty() {
+            true => judge(file, &document.bytes, jobs, profiles),
+            false => judge_changed(file, &edit::with(&document.bytes, sets, None)?, jobs, profiles),
+        });
+    }
     if findings.is_empty() {
         findings.push(Finding::unreadable(file, NO_JOB.to_string()));
     }
     findings[0].skipped = skipped;
-    findings
+    Ok(findings)
+}
+
+/// Judges a manifest that was changed by the command line: it has no lines to name.
+fn judge_changed(
+    file: &Path,
+    bytes: &[u8],
+    jobs: &mut Vec<Job>,
+    profiles: &Profiles,
+) -> Finding {
+    let mut finding = judge(file, bytes, jobs, profiles);
+    let lists = [&mut finding.problems, &mut finding.warnings, &mut finding.unsupported];
+    lists.into_iter().flatten().for_each(|problem| problem.place = None);
+    finding
 }
 
 /// The only MoeJob of a file; of several all of it, which is judged as one.
@@ -225,6 +257,15 @@ impl Finding {
     fn can_run(&self) -> bool {
         self.job.is_some() && self.unsupported.is_empty()
     }
+
+    /// All that the file holds is of other kinds.
+    fn is_of_others(&self) -> bool {
+        self.job.is_none() && self.problems.is_empty() && !self.skipped.is_empty()
+    }
+
+    fn is_passed_over(&self) -> bool {
+        self.is_of_others() && self.unreadable.is_none()
+    }
 }
 
 fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) -> Finding {
@@ -256,7 +297,8 @@ fn judge(file: &Path, bytes: &[u8], jobs: &mut Vec<Job>, profiles: &Profiles) ->
 fn unknown_model(bytes: &[u8], problems: Vec<Problem>) -> Vec<Problem> {
     let manifest = Manifest::read(bytes);
     let from = manifest.spec.model.as_ref().and_then(|model| model.from.as_ref()?.path.clone());
-    let Some(path) = from.filter(|path| !Path::new(path).exists()) else { return problems };
+    let there = |path: &String| place(Path::new(path)).exists();
+    let Some(path) = from.filter(|path| !there(path)) else { return problems };
     let count = problems.len();
     let is_dimension = |problem: &Problem| {
         problem.code == Code::Missing && problem.path.starts_with("spec.model.")
@@ -297,10 +339,11 @@ fn unchecked(job: &Job) -> Option<&'static str> {
 /// newer ones are refused.
 fn weights(manifest: &[u8]) -> Result<(Option<ModelConfig>, Vec<Problem>), Problem> {
     let from = Manifest::read(manifest).spec.model.and_then(|model| model.from?.path);
-    let Some(path) = from.filter(|path| Path::new(path).exists()) else {
+    let from = from.map(|path| place(Path::new(&path)));
+    let Some(path) = from.filter(|path| path.exists()) else {
         return Ok((None, Vec::new()));
     };
-    match moe_worker::hf::read_model(Path::new(&path)) {
+    match moe_worker::hf::read_model(&path) {
         Ok((model, passed_over)) => {
             let warning = |line: String| {
                 Problem::new(Code::Path, FROM_PATH)

@@ -5,7 +5,7 @@ use moe_worker::checkpoint::Disk;
 use moe_worker::data::durable;
 use moejob_identity::authority::random;
 use moejob_manifest::changes::changes;
-use moejob_manifest::identity::shared;
+use moejob_manifest::identity::{Steered, shared, steered};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -54,7 +54,7 @@ pub enum FolderError {
     Newer { path: String, v: u32 },
     #[error(
         "{path} belongs to another version of this job; these fields cannot change once it has \
-         begun:{changes}\n  undo the change, give the job another name, or remove the folder"
+         begun:{changes}\n  undo the change, give the job another --name, or remove the folder"
     )]
     Changed { path: String, changes: String },
     #[error(transparent)]
@@ -123,12 +123,19 @@ impl Folder {
         Ok(folder)
     }
 
-    /// A step is done: from now on the spec is that of the folder.
-    pub fn begin(&mut self) -> Result<(), FolderError> {
+    /// A step is done: from now on the spec is that of the folder. Gives what is steered by it.
+    pub fn begin(&mut self) -> Result<Vec<Steered>, FolderError> {
         if self.file.spec == self.spec {
-            return Ok(());
+            return Ok(Vec::new());
         }
-        self.record(JobFile { spec: self.spec.clone(), ..self.file.clone() })
+        let steered = self.steered();
+        self.record(JobFile { spec: self.spec.clone(), ..self.file.clone() })?;
+        Ok(steered)
+    }
+
+    /// What of the spec differs from the run before, and may.
+    pub fn steered(&self) -> Vec<Steered> {
+        steered(&self.file.spec, &self.spec)
     }
 
     pub fn path(&self) -> &Path {
@@ -221,7 +228,16 @@ mod tests {
         let mut folder = open(spec(800, 2)).expect("more steps");
         folder.begin().expect("records");
         drop(folder);
-        assert!(matches!(open(spec(10, 2)), Err(FolderError::Changed { .. })));
+        // Fewer steps than before are no other job.
+        let mut folder = open(spec(10, 2)).expect("fewer steps");
+        let found = folder.begin().expect("records");
+        let of = |found: &[Steered]| -> Vec<String> {
+            found.iter().map(|of| format!("{} {} {}", of.field, of.was, of.is)).collect()
+        };
+        assert_eq!(of(&found), ["training.steps 800 10"]);
+        assert_eq!(of(&folder.begin().expect("nothing to record")), [""; 0]);
+        drop(folder);
+        assert!(matches!(open(spec(10, 3)), Err(FolderError::Changed { .. })));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What workers say of their end: told once each, and whose logs hold more.
 
+use moejob_manifest::words::several;
 use moejob_plan::repeat::are_alike;
 use moejob_protocol::report::{Detail, Event};
 use std::collections::{BTreeMap, HashMap};
@@ -8,6 +9,9 @@ use std::path::{Path, PathBuf};
 /// Exit codes that end the job at once, with the worker's words: its end tells them.
 const ENDS_THE_JOB: [i32; 2] = [2, 3];
 
+/// Warnings that are told again at most; all of them are events.
+const WARNINGS_MAX: usize = 20;
+
 #[derive(Debug, Default)]
 pub struct Words {
     /// By worker: how it said that it would end, and why.
@@ -15,6 +19,8 @@ pub struct Words {
     /// What was told since the newest step, and whether there was one.
     told: Vec<String>,
     stepped: bool,
+    /// Warnings of the whole run, in their order, to be told again at its end.
+    warnings: Vec<String>,
     /// Sizes of the logs when the run began: they are appended to by one run after the other.
     logs: BTreeMap<PathBuf, u64>,
 }
@@ -60,6 +66,21 @@ impl Words {
         self.stepped = true;
     }
 
+    /// A warning, which is told again at the end.
+    pub fn warned(&mut self, words: &str) {
+        let is_new = !self.warnings.iter().any(|told| are_alike(told, words));
+        if is_new && self.warnings.len() < WARNINGS_MAX {
+            self.warnings.push(words.to_string());
+        }
+    }
+
+    /// What is told at the end of a run that was warned.
+    pub fn warnings(&self) -> Option<String> {
+        let lines = self.warnings.iter().map(|warning| format!("\n  {warning}"));
+        let count = several(self.warnings.len(), "warning");
+        (!self.warnings.is_empty()).then(|| format!("{count}:{}", lines.collect::<String>()))
+    }
+
     /// A step was done in this run.
     pub fn has_stepped(&self) -> bool {
         self.stepped
@@ -87,6 +108,12 @@ pub fn of_lost_engine(event: &Event) -> String {
     };
     let words = wrote.map(|line| format!(": {}", line.trim())).unwrap_or_default();
     format!("{}{words}", event.message)
+}
+
+/// What a person reads of a recovery, behind the line of the loss.
+pub fn of_recovery(ranks: &str, first_step_ms: u64, steps_lost: u64) -> String {
+    let seconds = first_step_ms as f64 / 1000.0;
+    format!("{ranks} went on after {seconds:.1} s, {} again", several(steps_lost, "step"))
 }
 
 fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
@@ -148,6 +175,19 @@ mod tests {
         assert!(words.is_news("no memory for a snapshot"));
         assert_eq!(goes_on_from("step-00000010"), "goes on from step-00000010");
         assert_eq!(goes_on_from(""), "");
+    }
+
+    #[test]
+    fn a_recovery_and_the_warnings_of_a_run_are_a_line_each() {
+        assert_eq!(of_recovery("7 ranks", 2240, 0), "7 ranks went on after 2.2 s, 0 steps again");
+        assert_eq!(of_recovery("1 rank", 60, 1), "1 rank went on after 0.1 s, 1 step again");
+        let mut words = Words::default();
+        assert_eq!(words.warnings(), None);
+        for told in ["a.txt looks odd", "a.txt looks odd", "memory is short"] {
+            words.warned(told);
+        }
+        let told = words.warnings().expect("warnings");
+        assert_eq!(told, "2 warnings:\n  a.txt looks odd\n  memory is short");
     }
 
     #[test]

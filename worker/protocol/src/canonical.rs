@@ -22,10 +22,19 @@ pub const MUTABLE: [&str; 7] = [
     "slices",
 ];
 
+/// These may change where a run goes on. What was trained stays what it was.
+const STEERED: [&str; 4] = ["learningRate", "weightDecay", "schedule", "maxGradNorm"];
+
 /// How a job trains, and which `fraction` of its data is held out. With the model, which a
 /// checkpoint has field by field, and the fingerprint of its data it is all that makes a job, but
 /// for the places where its data lie.
 pub fn training_hash(training: &TrainingConfig, fraction: f64) -> String {
+    let without = [&MUTABLE[..], &STEERED].concat();
+    canonical_hash(&json!({ "training": training, "fraction": fraction }), &without)
+}
+
+/// The same as checkpoints of releases before have it, which let nothing be steered.
+pub fn training_hash_before(training: &TrainingConfig, fraction: f64) -> String {
     canonical_hash(&json!({ "training": training, "fraction": fraction }), &MUTABLE)
 }
 

@@ -253,6 +253,8 @@ pub enum EventKind {
     DataRecovered,
     Recovered,
     StateSaved,
+    /// A field of the manifest has another value from this step on: `field`, `was`, `is`.
+    SpecChanged,
     /// Something that the user may not have meant, and that keeps nothing from running.
     Warning,
     JobCompleted,

@@ -14,7 +14,7 @@ use crate::gang::comm::{AbortHandle, Comm};
 use crate::state::moves::scatter;
 use crate::state::rank::RankState;
 use crate::state::snapshot::initialize_telling;
-use moejob_protocol::canonical::training_hash;
+use moejob_protocol::canonical::{training_hash, training_hash_before};
 use moejob_protocol::config::Resume;
 use moejob_protocol::report::{Event, EventKind};
 use moejob_protocol::{CheckpointManifest, WorkerConfig};
@@ -174,12 +174,13 @@ fn of_this_job(
     corpus: &Corpus,
     model: &Model,
 ) -> Result<(), Stop> {
+    let (training, fraction) = (&config.training, config.data.validation.fraction);
     let expected = Expected {
         model: &config.model,
         data_fingerprint: corpus.fingerprint(),
         seed: config.training.seed,
         spec_hash: &config.checkpoint.spec_hash,
-        training_hash: &training_hash(&config.training, config.data.validation.fraction),
+        training_hashes: [training_hash, training_hash_before].map(|of| of(training, fraction)),
         float_bytes: model.shape.float_bytes,
     };
     let other = differences(manifest, &expected);

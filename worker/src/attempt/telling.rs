@@ -182,8 +182,11 @@ impl Run<'_> {
             return Ok(());
         }
         let found = self.control.waiting(Wait::Data, || feeder.corpus().all_overlaps());
-        let Overlaps { files, named, documents } =
+        let Overlaps { files, named, documents, doubts } =
             found.map_err(|error| Stop::Failed(error.failure()))?;
+        for doubt in doubts {
+            self.tell(EventKind::Warning, "DataDoubtful", doubt, self.step)?;
+        }
         self.tell_doubled_documents(&documents)?;
         if files == 0 {
             return Ok(());

@@ -229,8 +229,8 @@ pub struct Expected<'a> {
     pub data_fingerprint: &'a str,
     pub seed: u64,
     pub spec_hash: &'a str,
-    /// See [`CheckpointManifest::training_hash`].
-    pub training_hash: &'a str,
+    /// See [`CheckpointManifest::training_hash`]: as it is made, and as it was made before.
+    pub training_hashes: [String; 2],
     pub float_bytes: u64,
 }
 
@@ -259,10 +259,10 @@ pub fn differences(manifest: &CheckpointManifest, expected: &Expected) -> Vec<Pr
     let both = !manifest.spec_hash.is_empty()
         && !expected.spec_hash.is_empty()
         && manifest.version >= SPEC_HASH_VERSION;
-    // The same data may lie elsewhere. Their fingerprint stands for what they are.
-    let was_moved =
-        !manifest.training_hash.is_empty() && manifest.training_hash == expected.training_hash;
-    if both && manifest.spec_hash != expected.spec_hash && is_same && !was_moved {
+    // The same data may lie elsewhere, and their fingerprint stands for what they are; or the
+    // training is steered from here on.
+    let goes_on = expected.training_hashes.contains(&manifest.training_hash);
+    if both && manifest.spec_hash != expected.spec_hash && is_same && !goes_on {
         let (theirs, ours) = (manifest.spec_hash.clone(), expected.spec_hash.to_string());
         differs("the hash of its immutable fields", theirs, ours);
     }

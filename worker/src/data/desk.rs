@@ -62,6 +62,8 @@ pub struct Overlaps {
     /// The first of them, each with the name that it is trained on by.
     pub named: Vec<(String, String)>,
     pub documents: DocumentOverlap,
+    /// What else is to be told of the data, a sentence each.
+    pub doubts: Vec<String>,
 }
 
 /// What an engine must know of data that it does not open.

@@ -20,6 +20,12 @@ pub enum DataError {
     /// `at` is a position: a line, a token, a sequence, a byte.
     #[error("{path}, {at}: {why}")]
     Bad { path: PathBuf, at: String, why: String },
+    #[error("{path}, line {line}: no key `{field}`; its keys: {keys}")]
+    NoKey { path: PathBuf, line: u64, field: String, keys: String },
+    #[error("{path} is half of Megatron's data, and {index} is not there")]
+    NoIndex { path: PathBuf, index: PathBuf },
+    #[error("{path} is half of Megatron's data, and the other one, {index}, is not named")]
+    IndexUnnamed { path: PathBuf, index: PathBuf },
     #[error("{path}, {at}: the id {id} is outside of the vocabulary of {vocabulary}")]
     Token { path: PathBuf, at: String, id: i64, vocabulary: u32 },
     #[error("{path} changed during training: {was} bytes, now {now}")]
@@ -106,6 +112,14 @@ impl DataError {
                 (3, "make it a readable file, or exclude it")
             }
             DataError::Bad { .. } => (3, "repair or exclude the file"),
+            DataError::NoKey { line: 1, .. } => {
+                (3, "say which key holds the text: `field: KEY` beside `paths`, or --field KEY")
+            }
+            DataError::NoKey { .. } => (3, "give the line its text, or exclude the file"),
+            DataError::IndexUnnamed { .. } => (3, "name the .idx: its .bin is found beside it"),
+            DataError::NoIndex { .. } => {
+                (3, "put the .idx beside its .bin, and name the .idx; `tokens` reads flat ids")
+            }
             DataError::Token { .. } => {
                 (3, "raise model.vocabSize, or correct the dtype or the file")
             }

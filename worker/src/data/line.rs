@@ -4,16 +4,25 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Vis
 use std::borrow::Cow;
 use std::fmt;
 
+/// Why a line has no text.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The column, counted in bytes from 1, and what is wrong there.
+    At(usize, String),
+    /// An object without the key, and the keys that it has.
+    NoKey(String),
+}
+
 /// The text in `field` of the JSON object in `line`. None for a line of nothing but white space.
 ///
 /// # Errors
-/// The column, counted in bytes from 1, and what is wrong there.
+/// What is wrong, and where.
 pub fn text<'a>(
     line: &'a [u8],
     field: &str,
     first: bool,
-) -> Result<Option<Cow<'a, str>>, (usize, String)> {
-    let refused = |column: usize, why: &str| Err((column, why.to_string()));
+) -> Result<Option<Cow<'a, str>>, Refused> {
+    let refused = |column: usize, why: &str| Err(Refused::At(column, why.to_string()));
     if first && line.starts_with(b"\xef\xbb\xbf") {
         return refused(1, "a byte-order mark: save the file without it");
     }
@@ -40,8 +49,7 @@ pub fn text<'a>(
     match found {
         Ok(Some(text)) => Ok(Some(text)),
         Ok(None) => {
-            let keys = keys(numbers.as_deref().unwrap_or(line));
-            refused(1, &format!("no key `{field}`; its keys: {keys}"))
+            Err(Refused::NoKey(keys(numbers.as_deref().unwrap_or(line))))
         }
         Err(error) if error.is_eof() => refused(line.len(), "the line is cut off"),
         Err(error) if numbers.is_some() && error.to_string().contains("floating point") => {
@@ -218,7 +226,7 @@ mod tests {
     #[test]
     fn a_line_without_text_says_where_and_why() {
         let cases: [(&[u8], usize, &str); 22] = [
-            (b"{\"id\":1,\"content\":\"x\"}", 1, "no key `text`; its keys: content, id"),
+            (b"{\"id\":1,\"content\":\"x\"}", 1, "its keys: content, id"),
             (b"{}", 1, "its keys: none"),
             (b"{\"text\":7}", 9, "invalid type: integer `7`, expected a text"),
             (b"{\"text\":null}", 12, "expected a text"),
@@ -239,11 +247,14 @@ mod tests {
             (br#"{"text":-Infinity}"#, 17, "NaN or Infinity, expected a text"),
             (br#"{"a":NaN,"b":1NaN,"text":"x"}"#, 15, "expected `,` or `}`"),
             (br#"{"a":NaN,"b":-NaN,"text":"x"}"#, 15, "invalid number"),
-            (br#"{"a":NaN,"b":"x"}"#, 1, "no key `text`; its keys: a, b"),
+            (br#"{"a":NaN,"b":"x"}"#, 1, "its keys: a, b"),
         ];
         for (line, column, why) in cases {
             let shown = String::from_utf8_lossy(line);
-            let (at, found) = text(line, "text", true).expect_err(&shown);
+            let (at, found) = match text(line, "text", true).expect_err(&shown) {
+                Refused::At(at, found) => (at, found),
+                Refused::NoKey(keys) => (1, format!("its keys: {keys}")),
+            };
             assert!(found.contains(why), "{shown}: {found}");
             assert!(at.abs_diff(column) <= 1, "{shown}: column {at}, expected {column}");
         }

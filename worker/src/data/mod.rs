@@ -31,6 +31,7 @@ mod tokenizer;
 mod tokenize;
 mod cache;
 mod divide;
+mod doubts;
 mod open;
 mod pairs;
 mod order;
@@ -85,6 +86,8 @@ pub struct Corpus {
     global_batch: u64,
     micro_batch: u64,
     sequence: u64,
+    /// A held-out loss is asked for.
+    wants_held_out: bool,
     /// What all of it is read by.
     disk: Disk,
     /// A step, and how many of its targets count.
@@ -179,6 +182,8 @@ impl Corpus {
             training: opened.into_iter().map(|part| part.training).collect(),
             held_out,
             held_out_apart: data.held_out.is_some(),
+            wants_held_out: data.validation.every_steps > 0
+                && (data.held_out.is_some() || data.validation.fraction > 0.0),
             mix,
             fingerprint,
             reset_at_boundaries: data.reset_at_boundaries,
@@ -276,7 +281,8 @@ impl Corpus {
         let mut named = self.overlaps();
         let files = named.len();
         named.truncate(OVERLAPS_NAMED);
-        Ok(Overlaps { files, named, documents: self.document_overlap()? })
+        let (documents, doubts) = (self.document_overlap()?, doubts::of(self));
+        Ok(Overlaps { files, named, documents, doubts })
     }
 
     /// What it is read by: its clock, its progress, and whether it stumbles.

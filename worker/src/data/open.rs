@@ -4,13 +4,14 @@ use super::cache::{self, SHARED_BYTES_MIN, Tokenized};
 use super::content::{Content, Ids, Wish, in_parallel};
 use super::divide::{divide, is_held_out};
 use super::documents::{Format, Position, Reader};
+use super::doubts::is_text;
 use super::files::{self, DataFile};
 use super::fingerprint::print_file;
 use super::handles::Handles;
 use super::index;
 use super::listing::Listing;
 use super::megatron::{self, Index};
-use super::pairs::{At, bin_name, checked, megatron_bin};
+use super::pairs::{At, bin_name, checked, is_beside_its_index, megatron_bin};
 use super::overlap::Documents;
 use super::store::{Store, Width};
 use super::stream::Stream;
@@ -38,6 +39,8 @@ pub(crate) struct Part {
     pub origins: Vec<Origin>,
     /// Where they were tokenised here.
     pub documents: Option<Documents>,
+    /// Files that are read as text, and what they look like instead.
+    pub doubts: Vec<(String, &'static str)>,
 }
 
 /// A file that data come from.
@@ -92,11 +95,14 @@ impl Opening<'_> {
         match source {
             DataSource::Text { root, paths, exclude } => {
                 let files = find(root, paths, exclude)?;
-                in_parallel(&files, is_text)?;
-                if matches!(self.encoder, Encoder::Bytes) && self.data.end_of_document.is_none() {
-                    return self.bytes(files);
-                }
-                self.documents(files, Format::Text)
+                let doubts = in_parallel(&files, is_text)?.into_iter().flatten().collect();
+                let by_bytes = matches!(self.encoder, Encoder::Bytes);
+                let mut opened = match by_bytes && self.data.end_of_document.is_none() {
+                    true => self.bytes(files),
+                    false => self.documents(files, Format::Text),
+                }?;
+                opened.training.doubts = doubts;
+                Ok(opened)
             }
             DataSource::Jsonl { root, paths, exclude, field } => {
                 self.documents(find(root, paths, exclude)?, Format::Jsonl(field.clone()))
@@ -195,11 +201,13 @@ impl Opening<'_> {
         let part = || Part { stream: self.stream(), ..Part::default() };
         let mut opened =
             Opened { training: part(), held_out: part(), fingerprint: hasher.finalize() };
-        // Text of one file has always been trained on whole.
         let tail = match &stores[..] {
-            [(_, store)] if store.offset > 0 || store.width != Width::U8 => self.tail(store.tokens),
+            [(_, store)] => self.tail(store.tokens),
             _ => 0,
         };
+        if tail > 0 && vocabulary.is_none() {
+            opened.fingerprint = without_its_end(&opened.fingerprint);
+        }
         for ((file, store), held) in stores.into_iter().zip(held) {
             let part = if held { &mut opened.held_out } else { &mut opened.training };
             part.origins.push(Origin::of(&file));
@@ -229,9 +237,10 @@ impl Opening<'_> {
 
     fn megatron(&self, files: Vec<DataFile>) -> Result<Opened, DataError> {
         let mut pairs = Vec::new();
-        for index in files {
-            if let Some(bin) = megatron_bin(&index)? {
-                pairs.push((index, bin));
+        for index in &files {
+            match megatron_bin(index)? {
+                Some(bin) => pairs.push((index.clone(), bin)),
+                None => is_beside_its_index(index, &files)?,
             }
         }
         let wishes: Vec<Wish> = pairs.iter().map(|(index, _)| Wish::whole(index)).collect();
@@ -314,12 +323,20 @@ impl Opening<'_> {
         let end_of_document = self.data.end_of_document;
         let recipe = Recipe { encoder: self.encoder.clone(), field, end_of_document };
         let made = self.tokenized(&files, &format, &recipe, &print)?;
+        let only = whole_files && files.len() == 1;
+        let tail = if only { self.tail(made.store.tokens) } else { 0 };
         let mut fraction_used = self.fraction;
         let mut opened = self.growing(|fraction| {
             fraction_used = fraction;
             let mut parts = [self.stream(), self.stream()];
             let stores = [parts[0].add(made.store.clone()), parts[1].add(made.store.clone())];
             let mut origins = [Vec::new(), Vec::new()];
+            if tail > 0 {
+                let (whole, origin) = (made.store.tokens, vec![Origin::of(&files[0])]);
+                parts[0].push(stores[0], 0, whole - tail)?;
+                parts[1].push(stores[1], whole - tail, tail)?;
+                return Ok((parts, [origin.clone(), origin], without_its_end(&print)));
+            }
             let mut at = 0;
             made.each(&mut |document| {
                 let index = document.file as usize;
@@ -405,11 +422,11 @@ impl Opening<'_> {
             let enough = held_out.tokens() >= self.needed;
             if fraction <= 0.0 || enough || fraction >= 0.25 {
                 return Ok(Opened {
-                    training: Part { stream: training, origins, documents: None },
+                    training: Part { stream: training, origins, ..Part::default() },
                     held_out: Part {
                         stream: held_out,
                         origins: held_origins,
-                        documents: None,
+                        ..Part::default()
                     },
                     fingerprint,
                 });
@@ -417,6 +434,12 @@ impl Opening<'_> {
             fraction = (fraction * 2.0).clamp(1.0 / 64.0, 0.25);
         }
     }
+}
+
+/// Of an only file of text whose end is held out. Releases before trained on all of it, and their
+/// checkpoints are none of such a job's.
+fn without_its_end(print: &blake3::Hash) -> blake3::Hash {
+    blake3::hash(&[print.as_bytes(), &b"its end is held out"[..]].concat())
 }
 
 type Divided = ([Stream; 2], [Vec<Origin>; 2], blake3::Hash);
@@ -465,13 +488,4 @@ pub(crate) fn token_store(
     header::not_foreign(&head, true).map_err(bad)?;
     let kind = header::kind(&head, file.bytes, dtype).map_err(bad)?;
     Ok(Store::named(file.clone(), handles, kind.width, kind.offset))
-}
-
-/// A file of text is none of the formats that hold text otherwise.
-///
-/// # Errors
-/// It is, or it cannot be read.
-pub(crate) fn is_text(file: &DataFile) -> Result<(), DataError> {
-    let head = file.head(header::HEAD_BYTES)?;
-    header::not_foreign(&head, false).map_err(|(at, why)| DataError::bad(&file.path, at, why))
 }

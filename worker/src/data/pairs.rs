@@ -40,6 +40,9 @@ impl ReadAt for At<'_> {
 }
 
 /// The `.bin` beside an `.idx`. None for a `.bin` whose `.idx` stands for it.
+///
+/// # Errors
+/// It is neither, or the other one is not there.
 pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataError> {
     let ending = index.path.extension().map(OsStrExt::as_bytes);
     match ending {
@@ -50,10 +53,26 @@ pub(crate) fn megatron_bin(index: &DataFile) -> Result<Option<DataFile>, DataErr
             Ok(Some(bin))
         }
         Some(b"bin") if index.is_beside("idx")? => Ok(None),
+        Some(b"bin") => {
+            let (path, index) = (index.path.clone(), index.path.with_extension("idx"));
+            Err(DataError::NoIndex { path, index })
+        }
         _ => {
-            let why = "it is no .idx file of Megatron, and none lies beside it";
+            let why = "it is no .idx file of Megatron";
             Err(DataError::Unusable { path: index.path.clone(), why })
         }
+    }
+}
+
+/// A `.bin` that a glob has found together with its `.idx` may stay; alone it would be left out.
+///
+/// # Errors
+/// The index is none of `files`.
+pub(crate) fn is_beside_its_index(bin: &DataFile, files: &[DataFile]) -> Result<(), DataError> {
+    let index = bin.path.with_extension("idx");
+    match files.iter().any(|file| file.path == index) {
+        true => Ok(()),
+        false => Err(DataError::IndexUnnamed { path: bin.path.clone(), index }),
     }
 }
 

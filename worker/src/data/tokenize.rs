@@ -7,7 +7,8 @@
 use super::documents::{self, Body, Chunk, Position, Reader};
 use super::files::DataFile;
 use super::tokenizer::Encoder;
-use super::{DataError, line};
+use super::line::{self, Refused};
+use super::DataError;
 use std::io::Read;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -160,7 +161,15 @@ pub(crate) fn each_text(
                     let at = format!("line {}, column {column}", number + 1);
                     DataError::bad(path, at, why)
                 };
-                let text = line::text(line, field, number == 0).map_err(bad)?;
+                let text = line::text(line, field, number == 0).map_err(|refused| match refused {
+                    Refused::At(column, why) => bad((column, why)),
+                    Refused::NoKey(keys) => DataError::NoKey {
+                        path: path.to_path_buf(),
+                        line: number + 1,
+                        field: field.to_string(),
+                        keys,
+                    },
+                })?;
                 let Some(text) = text else { continue };
                 take(number, &text).map_err(|why| bad((1, why)))?;
             }

@@ -23,7 +23,7 @@ pub struct ReportArgs {
     #[arg(required = true)]
     pub runs: Vec<PathBuf>,
     /// The page to write; `-` is standard output.
-    #[arg(short, long, default_value = "report.html")]
+    #[arg(long, default_value = "report.html")]
     pub out: PathBuf,
 }
 

@@ -13,10 +13,10 @@ const COLOURS: [&str; super::RUNS_MAX] = [
 /// Rows of the table of happenings.
 const EVENTS_SHOWN: usize = 200;
 /// What a person wants to know of a run; the rest is in events.jsonl.
-const TOLD: [&str; 15] = [
+const TOLD: [&str; 16] = [
     "AttemptStarted", "WorkerLost", "EngineLost", "Recovered", "Resumed", "CheckpointRefused",
     "CheckpointDegraded", "CheckpointRecovered", "DataDegraded", "DataRecovered", "Warning",
-    "JobCompleted", "JobFailed", "JobSuspended", "Interrupted",
+    "JobCompleted", "JobFailed", "JobSuspended", "Interrupted", "SpecChanged",
 ];
 
 pub fn page(runs: &[Run]) -> String {
@@ -185,6 +185,9 @@ fn machine(runs: &[Run]) -> String {
 }
 
 fn told(event: &Event) -> String {
+    if event.event == "SpecChanged" {
+        return format!("from here on {}", event.message);
+    }
     let who = event.worker.as_deref().or(event.node.as_deref()).unwrap_or("");
     let what = match event.event.as_str() {
         "AttemptStarted" => format!("attempt {} begins", event.attempt),
