@@ -90,13 +90,21 @@ impl From<kube::Error> for ApplyError {
             (409, "AlreadyExists") => ApplyError::Exists,
             (409, _) => ApplyError::Conflict,
             (404, _) => ApplyError::Gone,
-            // Admission (a quota, a policy) says "forbidden" as well, but not that a user cannot.
-            (403, _) if status.message.contains(" cannot ") => ApplyError::Forbidden(message()),
+            (403, _) if lacks_right(&status.message) => ApplyError::Forbidden(message()),
             (403, _) => ApplyError::Refused(message()),
             (400 | 405 | 413 | 415 | 422, _) => ApplyError::Refused(message()),
             _ => ApplyError::Api(Box::new(error)),
         }
     }
+}
+
+/// Admission (a quota, a policy, a webhook) says "forbidden" as well, in any words. Who lacks a
+/// right is named first: `pods is forbidden: User "x" cannot create resource "pods" ...`.
+fn lacks_right(message: &str) -> bool {
+    let user = message.split_once(" is forbidden: User \"").map(|(_, rest)| rest);
+    let may_not = user.and_then(|rest| rest.split_once('"')).map(|(_, rest)| rest);
+    let of_webhook = message.starts_with("admission webhook ");
+    !of_webhook && may_not.is_some_and(|rest| rest.starts_with(" cannot "))
 }
 
 type Applied = Result<Option<String>, ApplyError>;
@@ -409,6 +417,24 @@ mod tests {
             json!({"a": {"b": [{"c": 1}]}}),
         ] {
             assert!(!contains(&changed, &asked), "{changed}");
+        }
+    }
+
+    #[test]
+    fn a_right_that_is_missing_is_told_from_what_admission_says() {
+        let user = "User \"system:serviceaccount:moejob-system:moejob\"";
+        for (message, lacks) in [
+            (&*format!("pods is forbidden: {user} cannot create resource \"pods\" in API group \
+                \"\" in the namespace \"a\""), true),
+            (&*format!("pods \"a\" is forbidden: {user} cannot delete resource \"pods\""), true),
+            ("admission webhook \"x.y\" denied the request: pods cannot run as root", false),
+            ("admission webhook \"x.y\" denied the request: it is forbidden: User \"a\" cannot do",
+                false),
+            ("pods \"a-a1-0\" is forbidden: exceeded quota: q, which cannot grow", false),
+            ("pods \"a\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied \
+                request: GPUs cannot be shared", false),
+        ] {
+            assert_eq!(lacks_right(message), lacks, "{message}");
         }
     }
 

@@ -9,6 +9,7 @@
 //! are of the monotonic clock.
 
 mod pace;
+mod text;
 
 use moe_worker::gang::tls::{public_key, server_name};
 use moe_worker::life::control::{FrameError, decode, read_bytes, read_frame, write_frame};
@@ -18,16 +19,18 @@ use moejob_identity::{ReviewError, Reviewer, is_same};
 use moejob_plan::lead::{Ending, Link, PodIdentity};
 pub use moejob_plan::lead::Said as LeaderEvent;
 use moejob_protocol::message::{
-    CONTROL_VERSIONS, FRAME_BYTES_MAX, Frame, GANG_RANKS_MAX, HEARTBEAT_MS, Hello,
+    CONTROL_RUNS, CONTROL_VERSIONS, FRAME_BYTES_MAX, FRAME_BYTES_MAX_BEFORE, Frame,
+    GANG_RANKS_MAX, HEARTBEAT_MS, Hello,
 };
 use moejob_protocol::{Down, PROTOCOL_VERSION, Up, WorkerConfig};
 use pace::Pace;
+use text::{text_after_rank, text_by_rank, write_configure};
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::io::{AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::io::{ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -47,8 +50,6 @@ const DIAL_PAUSE_MS: u64 = 50;
 /// A leaf is valid for a day. One that its worker was not given on this stream is renewed soon.
 const LEAF_RENEWED: Duration = Duration::from_secs(8 * 3600);
 const RENEWED_SOON: Duration = Duration::from_secs(5);
-/// Of a configuration, written at once: what is encrypted and not yet read stays in memory.
-const CHUNK_BYTES: usize = 16 << 10;
 
 /// How a worker proves who it is.
 #[derive(Clone)]
@@ -101,6 +102,12 @@ enum StreamError {
     /// What is too much, as `Up::excess` names it.
     #[error("its frame has more than it can have: {0}")]
     Excess(String),
+    #[error(
+        "its orders for an attempt have {length} bytes and it reads {most} at most; lower \
+         nodes.max, or suspend the job and resume it, so that all its workers are of this \
+         operator's release"
+    )]
+    LongOrder { length: usize, most: usize },
     #[error("its stream")]
     Frame(#[from] FrameError),
 }
@@ -109,9 +116,9 @@ impl StreamError {
     fn ending(&self) -> Ending {
         match self {
             // On another stream it would say the same.
-            StreamError::Excess(_) | StreamError::Frame(FrameError::Length { .. }) => {
-                Ending::Refused
-            }
+            StreamError::Excess(_)
+            | StreamError::LongOrder { .. }
+            | StreamError::Frame(FrameError::Length { .. }) => Ending::Refused,
             StreamError::Refused(_) => Ending::Refused,
             StreamError::Protocol => Ending::Unspoken,
             StreamError::Review(ReviewError::Slow | ReviewError::Api(_)) => Ending::Unjudged,
@@ -129,8 +136,8 @@ pub struct Leader {
     term: u64,
     heartbeat_timeout: Duration,
     links: HashMap<String, Stream>,
-    /// Of the configuration that was sent last.
-    text: Option<Text>,
+    /// Of the configuration that was sent last, and of its form for releases before.
+    texts: [Option<Text>; 2],
     sender: mpsc::Sender<Told>,
     /// Of all its streams.
     pace: Pace,
@@ -143,7 +150,7 @@ enum Order {
     Frame(Frame<Down>),
     /// `Down::Configure`. All members are told the same but for their rank, so its text is there
     /// once for all of them.
-    Configure { attempt: u32, rank: u32, text: Arc<[u8]> },
+    Configure { attempt: u32, rank: u32, text: Arc<[u8]>, bytes_max: usize },
 }
 
 /// The JSON of a configuration after its rank, which comes first.
@@ -156,8 +163,13 @@ struct Stream {
     stream: u64,
     orders: mpsc::Sender<Order>,
     task: JoinHandle<()>,
-    /// From `Hello`.
-    signing_request: Option<String>,
+    hello: Option<Greeting>,
+}
+
+/// What a stream's `Hello` said.
+struct Greeting {
+    version: u32,
+    signing_request: String,
 }
 
 impl Drop for Stream {
@@ -181,7 +193,7 @@ impl Leader {
             term,
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
             links: HashMap::new(),
-            text: None,
+            texts: [None, None],
             sender,
             pace: Pace::default(),
             ranks: Arc::new(AtomicU32::new(GANG_RANKS_MAX)),
@@ -225,7 +237,7 @@ impl Leader {
             events: self.sender.clone(),
         };
         let task = tokio::spawn(attendant.run(queue));
-        let link = Stream { stream, orders, task, signing_request: None };
+        let link = Stream { stream, orders, task, hello: None };
         self.links.insert(name.to_string(), link);
     }
 
@@ -235,7 +247,8 @@ impl Leader {
         let link = self.links.get_mut(&name).filter(|link| link.stream == stream)?;
         match &event {
             LeaderEvent::Opened(hello) => {
-                link.signing_request = Some(hello.signing_request.clone());
+                let (version, signing_request) = (hello.version, hello.signing_request.clone());
+                link.hello = Some(Greeting { version, signing_request });
             }
             LeaderEvent::Ended { .. } => drop(self.links.remove(&name)),
             LeaderEvent::Up { .. } | LeaderEvent::Silent => {}
@@ -245,28 +258,30 @@ impl Leader {
 
     /// Sends a worker its certificate for the attempt, and then its configuration.
     pub fn configure(&mut self, name: &str, rank: u32, config: &Arc<WorkerConfig>) {
-        let request = self.links.get(name).and_then(|link| link.signing_request.as_deref());
-        let Some(request) = request else {
+        let Some(hello) = self.links.get(name).and_then(|link| link.hello.as_ref()) else {
             tracing::debug!(name, "not configured: no stream");
             return;
         };
-        match self.authority.leaf(request, &self.job_uid, config.attempt, name) {
+        let by_rank = hello.version < CONTROL_RUNS;
+        match self.authority.leaf(&hello.signing_request, &self.job_uid, config.attempt, name) {
             Ok(leaf) => {
                 let attempt = config.attempt;
                 self.send(name, attempt, leaf);
-                let text = self.text_of(config);
-                self.order(name, Order::Configure { attempt, rank, text });
+                let text = self.text_of(config, by_rank);
+                let bytes_max = if by_rank { FRAME_BYTES_MAX_BEFORE } else { FRAME_BYTES_MAX };
+                self.order(name, Order::Configure { attempt, rank, text, bytes_max });
             }
             Err(error) => self.give_up(name, chain(&error)),
         }
     }
 
-    fn text_of(&mut self, config: &Arc<WorkerConfig>) -> Arc<[u8]> {
-        if let Some(known) = self.text.as_ref().filter(|known| Arc::ptr_eq(&known.of, config)) {
+    fn text_of(&mut self, config: &Arc<WorkerConfig>, by_rank: bool) -> Arc<[u8]> {
+        let known = &mut self.texts[usize::from(by_rank)];
+        if let Some(known) = known.as_ref().filter(|known| Arc::ptr_eq(&known.of, config)) {
             return Arc::clone(&known.text);
         }
-        let text = text_after_rank(config);
-        self.text = Some(Text { of: Arc::clone(config), text: Arc::clone(&text) });
+        let text = if by_rank { text_by_rank(config) } else { text_after_rank(config) };
+        *known = Some(Text { of: Arc::clone(config), text: Arc::clone(&text) });
         text
     }
 
@@ -345,21 +360,19 @@ impl Attendant {
         let (from, to) = tokio::io::split(stream);
         let write = async {
             if let Err(error) = self.write(to, orders, leaf).await {
-                let (name, words) = (&self.name, chain(&error));
-                match error {
-                    // The next stream will not take it either.
-                    StreamError::Frame(FrameError::Length { .. }) => {
-                        tracing::error!(name, error = words, "an order is too long to be sent");
-                    }
-                    _ => tracing::debug!(name, error = words, "orders do not arrive"),
+                // The next stream will not take it either.
+                if let StreamError::LongOrder { .. } = error {
+                    return Err(error);
                 }
+                let name = &self.name;
+                tracing::debug!(name, error = chain(&error), "orders do not arrive");
             }
             // What the worker said last is still to be read, and the stream's end with it.
-            std::future::pending::<()>().await;
+            std::future::pending().await
         };
         tokio::select! {
             result = self.read(from) => result,
-            () = write => Ok(()),
+            result = write => result,
         }
     }
 
@@ -506,9 +519,9 @@ impl Attendant {
             };
             match order {
                 Order::Frame(frame) => write_frame(&mut to, &frame).await?,
-                Order::Configure { attempt: of, rank, text } => {
+                Order::Configure { attempt: of, rank, text, bytes_max } => {
                     (attempt, renewed) = (of, Instant::now() + LEAF_RENEWED);
-                    write_configure(&mut to, (self.term, of, rank), &text).await?;
+                    write_configure(&mut to, (self.term, of, rank), &text, bytes_max).await?;
                 }
             }
         }
@@ -528,59 +541,5 @@ fn unspoken(error: io::Error) -> StreamError {
             StreamError::Protocol
         }
         _ => StreamError::Handshake(error),
-    }
-}
-
-/// Without the brace and the rank at its beginning.
-fn text_after_rank(config: &WorkerConfig) -> Arc<[u8]> {
-    let text = serde_json::to_vec(config).unwrap_or_default();
-    let rank = text.iter().position(|byte| *byte == b',').map_or(0, |comma| comma + 1);
-    Arc::from(&text[rank..])
-}
-
-/// The frame of `Down::Configure`, as `write_frame` would write it, around a text that many
-/// streams share.
-async fn write_configure(
-    to: &mut (impl AsyncWrite + Unpin),
-    (term, attempt, rank): (u64, u32, u32),
-    text: &[u8],
-) -> Result<(), FrameError> {
-    let head = format!(
-        "{{\"v\":{PROTOCOL_VERSION},\"term\":{term},\"attempt\":{attempt},\
-         \"body\":{{\"configure\":{{\"rank\":{rank},"
-    );
-    let length = head.len() + text.len() + 2;
-    if length > FRAME_BYTES_MAX {
-        return Err(FrameError::Length { length, most: FRAME_BYTES_MAX });
-    }
-    to.write_all(&(length as u32).to_le_bytes()).await?;
-    to.write_all(head.as_bytes()).await?;
-    for chunk in text.chunks(CHUNK_BYTES) {
-        to.write_all(chunk).await?;
-        to.flush().await?;
-    }
-    to.write_all(b"}}").await?;
-    Ok(to.flush().await?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use moe_worker::life::control::encode;
-
-    #[tokio::test]
-    async fn a_configuration_is_the_frame_that_it_would_be_alone() {
-        let text = include_str!("../tests/worker-config.json");
-        let config: WorkerConfig = serde_json::from_str(text).expect("a configuration");
-        let mut written = Vec::new();
-        let text = text_after_rank(&config);
-        write_configure(&mut written, (7, 3, 41), &text).await.expect("a short frame");
-        let config = WorkerConfig { rank: Some(41), ..config };
-        let body = Down::Configure(Box::new(config));
-        let frame = Frame { v: PROTOCOL_VERSION, term: 7, attempt: 3, body };
-        assert_eq!(written, encode(&frame).expect("a frame"));
-        let long = vec![b' '; FRAME_BYTES_MAX];
-        let error = write_configure(&mut written, (7, 3, 41), &long).await.expect_err("too long");
-        assert!(matches!(error, FrameError::Length { .. }), "{error}");
     }
 }

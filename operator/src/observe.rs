@@ -24,7 +24,7 @@ pub use moejob_plan::lead::{JobSeen, Owner, WorkerPod, owner};
 use crate::metrics::Metrics;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{
-    self, ConfigMap, Container, ContainerStatus, Node, Pod, Secret,
+    self, ConfigMap, ContainerStatus, Node, Pod, ResourceRequirements, Secret,
 };
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
@@ -41,6 +41,7 @@ use relay::{Lists, allowed, relay};
 use shared::Shared;
 use sieve::UNREAD;
 use moejob_plan::allocate::{ClusterNode, Taint, is_pause, unhealthy, unhealthy_label};
+use moejob_plan::lead::OUT_OF_MEMORY;
 use moejob_plan::observed::Millis;
 use moejob_plan::pods::{ANNOTATION_SEAL, LABEL_JOB_UID};
 use std::collections::BTreeMap;
@@ -305,6 +306,9 @@ fn terminated(container: &ContainerStatus) -> Option<(Option<i32>, String)> {
     let end = container.state.as_ref()?.terminated.as_ref()?;
     let reason = end.reason.as_deref().filter(|reason| !matches!(*reason, "Error" | "Completed"));
     let words = match (end.signal, reason) {
+        (_, Some(OUT_OF_MEMORY)) => format!(
+            "its container took more memory than its limit and was killed ({OUT_OF_MEMORY})"
+        ),
         (Some(signal), _) => format!("killed by signal {signal}"),
         (None, Some(reason)) => format!("exit code {} ({reason})", end.exit_code),
         (None, None) => format!("exit code {}", end.exit_code),
@@ -333,25 +337,17 @@ fn meant_for(pod: &Pod) -> Option<String> {
 }
 
 pub(crate) fn requests(pod: &Pod) -> Resources {
-    let mut sum = Resources::default();
-    let Some(spec) = &pod.spec else { return sum };
-    let of = |container: &Container| {
-        let resources = container.resources.as_ref();
-        amounts(resources.and_then(|of| of.requests.as_ref()))
+    let Some(spec) = &pod.spec else { return Resources::default() };
+    let asked = |resources: &Option<ResourceRequirements>| {
+        amounts(resources.as_ref().and_then(|of| of.requests.as_ref()))
     };
-    for container in &spec.containers {
-        sum.add(&of(container));
-    }
-    // Init containers run one after the other, before the others.
-    for container in spec.init_containers.iter().flatten() {
-        for (name, amount) in of(container).0 {
-            let entry = sum.0.entry(name).or_default();
-            *entry = (*entry).max(amount);
-        }
-    }
-    sum.add(&amounts(spec.overhead.as_ref()));
-    sum.add(&Resources([("pods".to_string(), 1000)].into()));
-    sum
+    let init = spec.init_containers.iter().flatten();
+    Resources::together(
+        spec.containers.iter().map(|of| asked(&of.resources)),
+        init.map(|of| (asked(&of.resources), of.restart_policy.as_deref() == Some("Always"))),
+        &asked(&spec.resources),
+        &amounts(spec.overhead.as_ref()),
+    )
 }
 
 fn amounts(quantities: Option<&BTreeMap<String, Quantity>>) -> Resources {
@@ -425,6 +421,9 @@ pub async fn lease(client: &Client, namespace: &str, name: &str) -> kube::Result
     Api::<Lease>::namespaced(client.clone(), namespace).get_opt(name).await
 }
 
+/// What the manifests call the operator's own container.
+const OPERATOR_CONTAINER: &str = "operator";
+
 /// Image and pull policy of the operator's own container.
 pub async fn own_image(
     client: &Client,
@@ -433,7 +432,9 @@ pub async fn own_image(
 ) -> kube::Result<Option<(String, Option<String>)>> {
     let pod = Api::<Pod>::namespaced(client.clone(), namespace).get_opt(pod).await?;
     let containers = pod.and_then(|pod| pod.spec).map(|spec| spec.containers).unwrap_or_default();
-    let own = containers.into_iter().next();
+    // Whoever injects containers may put theirs first.
+    let named = containers.iter().find(|of| of.name == OPERATOR_CONTAINER).cloned();
+    let own = named.or_else(|| containers.into_iter().next());
     Ok(own.and_then(|own| Some((own.image?, own.image_pull_policy))))
 }
 

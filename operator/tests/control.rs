@@ -8,7 +8,7 @@ use moe_worker::gang::tls::{Trust, WorkerKey, server_name};
 use moejob_identity::authority::{Authority, new_pem};
 use moe_worker::life::control::read_frame;
 use moejob_plan::lead::{Ending, Link};
-use moejob_protocol::message::{Frame, Held, Hello, LeftReason, Request, alpn};
+use moejob_protocol::message::{FRAME_BYTES_MAX, Frame, Held, Hello, LeftReason, Request, alpn};
 use moejob_protocol::{Down, Up};
 use std::sync::Arc;
 use tokio::io::AsyncWriteExt;
@@ -148,6 +148,25 @@ async fn a_worker_that_is_not_who_was_dialled_is_refused() {
     assert_eq!(foreign.thread.join().expect("no panic"), 75);
 }
 
+/// Orders that fit into no frame lose the worker, by a reason that says what to do: nobody waits
+/// for a member that was never told of its attempt.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn orders_that_are_too_long_to_be_sent_end_the_stream_and_say_so() {
+    let mut gang = Gang::new(1).await;
+    let workers: Vec<&Worker> = gang.workers.iter().collect();
+    let mut long = config(1, &workers, 10);
+    long.job_name = "x".repeat(FRAME_BYTES_MAX);
+    gang.leader.configure("w0", 0, &Arc::new(long));
+    let ended = |event: &LeaderEvent| match event {
+        LeaderEvent::Ended { why, reason } => Some((*why, reason.clone())),
+        _ => None,
+    };
+    let (_, (why, reason)) = gang.until(ended).await;
+    assert_eq!(why, Ending::Refused, "the next stream would not take it either");
+    assert!(reason.starts_with("its orders for an attempt have 41"), "{reason}");
+    assert!(reason.contains("lower nodes.max"), "{reason}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_listener_that_says_nothing_is_left() {
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -268,7 +287,7 @@ async fn sides_without_a_protocol_in_common_say_so() {
     match timeout(PATIENCE, leader.next()).await.expect("an answer") {
         (_, LeaderEvent::Ended { why: Ending::Unspoken, reason }) => {
             assert!(reason.starts_with("it speaks none of the control protocols"), "{reason}");
-            assert!(reason.contains("(3, 2, 1)"), "what the leader speaks: {reason}");
+            assert!(reason.contains("(4, 3, 2, 1)"), "what the leader speaks: {reason}");
         }
         other => panic!("{other:?}"),
     }

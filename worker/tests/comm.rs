@@ -76,17 +76,20 @@ impl Node {
     ) -> oneshot::Receiver<Result<Links, JoinError>> {
         let leaf = authority.leaf(&self.key, attempt, &self.name);
         let tls = self.key.attempt(&authority.trust, &leaf).expect("our leaf");
-        let ranks = nodes.iter().flat_map(|(node, ranks)| vec![*node; *ranks as usize]);
-        let member = |(rank, node): (u32, &Node)| Member {
-            rank,
-            worker: node.name.clone(),
-            node: node.name.clone(),
-            address: node.address.clone(),
+        let mut world = 0;
+        let mut member = |(node, ranks): &(&Node, u32)| {
+            let rank = world;
+            world += ranks;
+            Member {
+                rank,
+                worker: node.name.clone(),
+                node: node.name.clone(),
+                address: node.address.clone(),
+            }
         };
-        let members = (0..).zip(ranks).map(member).collect();
-        let rank = nodes[..place].iter().map(|(_, ranks)| *ranks).sum();
-        let (ranks, strands) = (nodes[place].1, self.strands);
-        self.data.join(Join { rank, ranks, members, tls, strands }).await
+        let members: Vec<Member> = nodes.iter().map(&mut member).collect();
+        let (rank, ranks, strands) = (members[place].rank, nodes[place].1, self.strands);
+        self.data.join(Join { rank, ranks, world, members, tls, strands }).await
     }
 
     async fn join(
@@ -105,7 +108,9 @@ impl Node {
             address: node.address.clone(),
         };
         let members = (0..).zip(nodes).map(member).collect();
-        self.data.join(Join { rank, ranks: 1, members, tls, strands: self.strands }).await
+        let world = nodes.len() as u32;
+        let strands = self.strands;
+        self.data.join(Join { rank, ranks: 1, world, members, tls, strands }).await
     }
 }
 

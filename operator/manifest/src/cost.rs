@@ -12,6 +12,7 @@ use moejob_protocol::checkpoint::{
     MANIFEST_BYTES_MAX, PARAMS_MAX, PIECE_BYTES, TENSOR_BYTES, TENSORS_MAX as PARTS_MAX,
 };
 use moejob_protocol::layout::BLOCK;
+use moejob_protocol::message::GANG_RANKS_MAX;
 use moejob_protocol::model::{MATRICES, ModelConfig, Role, numel};
 use std::cell::Cell;
 
@@ -20,7 +21,7 @@ pub const TEXT_BYTES_MAX: usize = 64 << 10;
 /// Layers times experts.
 pub const EXPERTS_MAX: u64 = 65_536;
 /// `nodes.max` times the devices of a node.
-pub const RANKS_MAX: u64 = 32_768;
+pub const RANKS_MAX: u64 = GANG_RANKS_MAX as u64;
 /// Rows of the table of parameters: as many as a checkpoint may have.
 pub const TENSORS_MAX: u64 = PARAMS_MAX;
 /// Micro-batches of a step.
@@ -182,11 +183,7 @@ pub fn of_rank(job: &Job, extent: Extent, mesh: Mesh) -> u64 {
     let held = u64::from(MATRICES * experts.div_ceil(mesh.ep));
     let layers = u64::from(job.model.num_hidden_layers);
     let steps = extent.other_tensors + layers * (u64::from(mesh.ep.min(experts)) + held);
-    match job.training.compute.backend {
-        // What fits a GPU of a cluster is estimated.
-        Backend::Cuda if mesh.world() > 1 && !job.profile.is_this_machine() => 1,
-        Backend::Cpu | Backend::Cuda => steps + u64::from(mesh.world()),
-    }
+    steps + u64::from(mesh.world())
 }
 
 /// Steps that may still be taken.
@@ -214,11 +211,11 @@ impl Budget {
     }
 }
 
-/// Steps that it takes at most to find out whether `nodes` nodes work.
-pub fn of_size(job: &Job, extent: Extent, nodes: u32) -> u64 {
+/// Steps that it takes to find out whether `nodes` nodes work, beside those of counting.
+pub fn of_size(job: &Job, nodes: u32) -> u64 {
     // A copy of the job.
     const ONE: u64 = 16;
-    // An estimate, and words why it does not fit.
+    // What the state takes at least, and words why it does not fit.
     const ESTIMATE: u64 = 4;
     // Numbers of which one divides another are found in a loop that does nothing else.
     const DIVISIONS: u64 = 32;
@@ -226,11 +223,7 @@ pub fn of_size(job: &Job, extent: Extent, nodes: u32) -> u64 {
     if ranks > job.micro_batches().into() {
         return ONE;
     }
-    let each = match (job.profile.rank_memory, job.training.compute.backend) {
-        (None, _) => 0,
-        (Some(_), Backend::Cuda) if ranks > 1 && !job.profile.is_this_machine() => ESTIMATE,
-        (Some(_), Backend::Cpu | Backend::Cuda) => extent.tensors().saturating_add(ranks),
-    };
+    let each = job.profile.rank_memory.map_or(0, |_| ESTIMATE);
     let divisions = ranks.min(job.model.slices().count.into()).div_ceil(DIVISIONS);
     each.saturating_mul(tries(job, ranks)).saturating_add(ONE + divisions)
 }

@@ -57,14 +57,55 @@ impl Resources {
 
     /// What the pod of this manifest asks for, one pod among it. A limit without a request is one.
     pub fn of_pod(pod: &Value) -> Resources {
-        let mut all = Resources::default();
-        for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
-            let mut one = Resources::read(&container["resources"]["limits"]);
-            one.0.extend(Resources::read(&container["resources"]["requests"]).0);
-            all.add(&one);
+        let spec = &pod["spec"];
+        let asked = |resources: &Value| {
+            let mut one = Resources::read(&resources["limits"]);
+            one.0.extend(Resources::read(&resources["requests"]).0);
+            one
+        };
+        let list = |field: &str| spec[field].as_array().into_iter().flatten();
+        let init = list("initContainers");
+        Resources::together(
+            list("containers").map(|of| asked(&of["resources"])),
+            init.map(|of| (asked(&of["resources"]), of["restartPolicy"] == "Always")),
+            &asked(&spec["resources"]),
+            &Resources::read(&spec["overhead"]),
+        )
+    }
+
+    /// What a pod asks for, as a scheduler counts it: its containers, and of those that begin it
+    /// (each with whether it goes on beside the others) the most that there is at once. What is
+    /// said of the whole pod counts in place of that.
+    pub fn together(
+        containers: impl Iterator<Item = Resources>,
+        init: impl Iterator<Item = (Resources, bool)>,
+        whole: &Resources,
+        overhead: &Resources,
+    ) -> Resources {
+        let (mut beside, mut most) = (Resources::default(), Resources::default());
+        for (one, goes_on) in init {
+            let mut now = beside.clone();
+            now.add(&one);
+            most.raise(&now);
+            if goes_on {
+                beside = now;
+            }
         }
+        let mut all = beside;
+        containers.for_each(|one| all.add(&one));
+        all.raise(&most);
+        all.0.extend(whole.0.clone());
+        all.add(overhead);
         all.0.insert("pods".to_string(), 1_000);
         all
+    }
+
+    /// Of each resource the larger amount.
+    fn raise(&mut self, other: &Resources) {
+        for (name, amount) in &other.0 {
+            let entry = self.0.entry(name.clone()).or_default();
+            *entry = (*entry).max(*amount);
+        }
     }
 }
 

@@ -13,7 +13,6 @@ use crate::spec::{MoeJobSpec, RecomputeName, SourceSpec, VolumeSpec};
 use crate::steps;
 use crate::workspace;
 use moejob_protocol::config::Tokenizer;
-use moejob_protocol::message::GANG_RANKS_MAX;
 
 /// Fields of `spec.recovery` that are durations, and the least milliseconds of each.
 pub(crate) const DURATIONS: [(&str, u64); 6] = [
@@ -445,13 +444,6 @@ impl Rules<'_> {
                 .allowed(format!("as many ranks as a step has micro-batches, {micro_batches}"))
                 .advice("lower nodes.max, raise globalBatchSize or lower microBatchSize");
             return self.refuse(problem, &also);
-        }
-        if ranks > GANG_RANKS_MAX {
-            let problem = Problem::new(Code::Ranks, "spec.nodes.max")
-                .found(format!("`{}`, which makes {ranks} ranks", nodes.max))
-                .allowed(format!("at most {GANG_RANKS_MAX} ranks"))
-                .advice("a worker cannot be told of more: gangs of more nodes do not begin");
-            self.warnings.push(problem);
         }
         let Some(ep) = job.expert_parallel else { return };
         let path = "spec.parallelism.expert";

@@ -14,7 +14,7 @@ fn the_largest_jobs_are_shown_with_the_memory_of_some_of_their_sizes() {
         ("profile: cpu, min: 1, max: 4096", 256, 256, true),
         ("profile: cpu, min: 2, max: 4090, devicesPerNode: 8", 512, 128, true),
         ("profile: cpu, min: 1, max: 1024", 8, 16, false),
-        ("profile: nd-h200-v5, min: 1, max: 4096", 512, 128, false),
+        ("profile: nd-h200-v5, min: 1, max: 4096", 512, 128, true),
         ("profile: gpu, min: 1, max: 4096", 256, 256, true),
     ];
     for (nodes, layers, experts, some) in cases {

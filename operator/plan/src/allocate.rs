@@ -9,13 +9,20 @@
 //! spares come when all gangs have been served. One that does not fit gets nothing, and gives back
 //! what it has unless its gang runs; so a smaller job may pass it, and two jobs that fit only one
 //! at a time never hold half of their nodes each.
+//!
+//! What a gang has beyond its least one is lent. A job that waits calls back as much of it as it
+//! lacks from running jobs behind it, the last one first, if it fits then; they shrink, and it
+//! keeps what is free meanwhile. A job that has waited for long keeps what it could use from others
+//! that are to start behind it; those that run may borrow it.
 
 mod eligible;
+mod lend;
 mod memory;
 
 pub use eligible::{
     Against, Needs, Taint, Toleration, is_pause, unhealthy, unhealthy_label,
 };
+pub use lend::PASSED_MAX;
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
@@ -262,8 +269,9 @@ pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) 
         (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
     });
     let mut allocator = Allocator::new(ground, memory, now);
-    jobs.iter().for_each(|job| allocator.hold(job));
-    let gangs: Vec<Given> = jobs.iter().map(|job| allocator.gang(job)).collect();
+    (0..).zip(&jobs).for_each(|(rank, job)| allocator.hold(rank, job));
+    let gangs: Vec<Given> =
+        (0..).zip(&jobs).map(|(rank, job)| allocator.gang(rank, job)).collect();
     let mut jobs_granted = BTreeMap::new();
     for (job, mut given) in jobs.iter().zip(gangs) {
         if given.fits {
@@ -280,6 +288,13 @@ struct Allocator<'a> {
     places: &'a Places,
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
+    /// Of a node of a running job its rank, and of each rank how many nodes it has been lent.
+    borrower: Vec<Option<usize>>,
+    lent: BTreeMap<usize, usize>,
+    /// Called back from its borrower.
+    called_back: Vec<bool>,
+    /// Kept from jobs that are to start, for one that has waited for long.
+    kept: Vec<bool>,
     /// What is against each node for jobs with these needs; most jobs of a cluster have the same.
     verdicts: Vec<(&'a Needs, Vec<Option<Against<'a>>>)>,
     memory: &'a Memory,
@@ -306,6 +321,10 @@ impl<'a> Allocator<'a> {
             nodes: &ground.nodes,
             places: &ground.places,
             free: vec![true; ground.nodes.len()],
+            borrower: vec![None; ground.nodes.len()],
+            lent: BTreeMap::new(),
+            called_back: vec![false; ground.nodes.len()],
+            kept: vec![false; ground.nodes.len()],
             verdicts: Vec::new(),
             memory,
             now,
@@ -330,16 +349,13 @@ impl<'a> Allocator<'a> {
         names.iter().filter_map(|name| self.ground.index(name)).collect()
     }
 
-    fn hold(&mut self, job: &Demand) {
-        for node in self.own(job) {
-            self.free[node] = false;
-        }
+    fn keeps(&self, job: &Demand, node: usize) -> bool {
+        job.needs.keeps(&self.nodes[node]) && !self.called_back[node]
     }
 
-    fn gang(&mut self, job: &'a Demand) -> Given {
+    fn gang(&mut self, rank: usize, job: &'a Demand) -> Given {
         let own = self.own(job);
-        let stay: Vec<usize> =
-            own.iter().copied().filter(|at| job.needs.keeps(&self.nodes[*at])).collect();
+        let stay: Vec<usize> = own.iter().copied().filter(|at| self.keeps(job, *at)).collect();
         let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
         let mut given = Given { fits: false, keeps: true, own, new, rest, why };
         match &job.barred {
@@ -355,7 +371,15 @@ impl<'a> Allocator<'a> {
         let (Some(least), Some(most)) = (job.sizes.first(), job.sizes.last()) else {
             return given;
         };
-        let (candidates, against) = self.candidates(job, &given.own);
+        let (mut candidates, mut against) = self.candidates(job, &given.own);
+        if stay.len() < *least as usize {
+            let all = candidates.len();
+            candidates.retain(|at| !self.kept[*at]);
+            match all - candidates.len() {
+                0 => {}
+                kept => against = format!("{against}, {kept} kept for a job before it"),
+            }
+        }
         let ordered = self.ordered(job, &stay, &candidates, *least, *most + job.spares);
         let possible = (stay.len() + ordered.len()) as u32;
         match job.sizes.iter().rfind(|size| **size <= possible) {
@@ -388,9 +412,14 @@ impl<'a> Allocator<'a> {
                         self.now < since + HOLD_TIMEOUT
                     }
                 };
-                let resting = match given.keeps {
+                let lacks = (*least - possible) as usize;
+                let kept = match given.keeps {
                     true => self.reserve(job, *least - possible, &ordered),
                     false => String::new(),
+                };
+                let kept = match kept.is_empty() {
+                    true => self.call_back((rank, job), &stay, &candidates, lacks),
+                    false => kept,
                 };
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
@@ -398,7 +427,7 @@ impl<'a> Allocator<'a> {
                     (_, false) => "it gives back what it has",
                 };
                 given.why = format!(
-                    "waits for nodes: {possible} of {least} fit{against}; {fate}{resting}"
+                    "waits for nodes: {possible} of {least} fit{against}; {fate}{kept}"
                 );
             }
         }
@@ -500,9 +529,7 @@ impl<'a> Allocator<'a> {
     /// All gangs have been served: what is left may be kept warm.
     fn spares(&mut self, job: &Demand, given: &mut Given) {
         let most = job.sizes.last().map_or(0, |most| *most as usize);
-        let stays = |at: &&usize| {
-            job.needs.keeps(&self.nodes[**at]) && !self.leaves(job, **at)
-        };
+        let stays = |at: &&usize| self.keeps(job, **at) && !self.leaves(job, **at);
         let stay = given.own.iter().filter(stays).count();
         let have = stay + given.new.len();
         // Below the largest gang the next size was out of reach; more nodes than the gang and its
@@ -537,7 +564,8 @@ impl<'a> Allocator<'a> {
         };
         let node = |at: usize| Node {
             name: self.nodes[at].name.clone(),
-            usable: new.contains(&at) || job.needs.keeps(&self.nodes[at]),
+            usable: new.contains(&at) || self.keeps(job, at),
+            called_back: self.called_back[at],
             avoid_until: self.memory.avoided_until(&job.uid, &self.nodes[at].name),
             freezes: self.nodes[at].freezes,
             leaf: self.places.part(Level::Leaf, at),
@@ -554,7 +582,7 @@ impl<'a> Allocator<'a> {
         ordered: &mut [usize],
     ) -> Option<FabricFacts> {
         let stays = |at: usize| {
-            new.contains(&at) || (job.needs.keeps(&self.nodes[at]) && !self.leaves(job, at))
+            new.contains(&at) || (self.keeps(job, at) && !self.leaves(job, at))
         };
         let good: Vec<usize> = (0..ordered.len()).filter(|at| stays(ordered[*at])).collect();
         let size = job.sizes.iter().rfind(|size| **size as usize <= good.len())?;

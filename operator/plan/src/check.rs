@@ -4,7 +4,7 @@
 //! so too before it applies one. Two properties need more than one plan and are left to the tests:
 //! equal inputs give equal plans, and a converged job has no actions.
 
-use crate::decide::{Action, Plan, each_rank};
+use crate::decide::{Action, Plan};
 use crate::observed::{Gang, Observed, Outcome, Worker, WorkerState};
 use crate::preflight::Checked;
 use moejob_protocol::config::{Resume, WorkerConfig};
@@ -270,8 +270,9 @@ impl<'a> Checker<'a> {
             of("an expert group lacks an expert")
         });
         let ranks = observed.template.ranks;
-        let all = each_rank(members, ranks);
-        self.demand(all.iter().map(|member| member.rank).eq(0..mesh.world()), || {
+        let firsts = (0..mesh.world()).step_by(ranks.max(1) as usize);
+        let whole = mesh.world().is_multiple_of(ranks.max(1));
+        self.demand(whole && members.iter().map(|member| member.rank).eq(firsts), || {
             of("the ranks are not 0..world")
         });
         let workers: BTreeSet<&str> = members.iter().map(|of| of.worker.as_str()).collect();
@@ -323,7 +324,7 @@ impl<'a> Checker<'a> {
             let same = config.digest == gang.digest
                 && config.rank.is_none()
                 && config.layout == gang.layout
-                && config.members == each_rank(&gang.members, config.ranks)
+                && config.members == gang.members
                 && config.resume.step() == gang.resumed_at
                 && config.resume == configs[0].2.resume;
             self.demand(same, || of(&format!("{name} is told something else than is recorded")));

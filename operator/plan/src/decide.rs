@@ -14,7 +14,6 @@ mod pairs;
 mod preflight;
 mod resume;
 
-pub(crate) use begin::each_rank;
 pub use preflight::{ANSWER_TIMEOUT, FAILED_AVOID};
 pub use frozen::FREEZE_PATIENCE;
 
@@ -32,9 +31,11 @@ use moejob_protocol::message::Request;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// How long a suspend or an interrupt waits for its checkpoint, and how long a stopped gang waits
-/// for the last member to stop.
+/// A suspend or an interrupt waits for its checkpoint, and a stopped gang for the last member to
+/// stop, as long as something goes on: a step, or the storage. It is given up so long after.
 pub const STOP_TIMEOUT: Millis = 60_000;
+/// However much goes on. Members give up storage that is away after as long.
+pub const STOP_MAX: Millis = 3_600_000;
 /// Before the first step a member may be silent for this long: while it reads its data and weights,
 /// or computes one micro-batch after the other, it shows life.
 pub const FIRST_STEP_TIMEOUT: Millis = 600_000;
@@ -53,6 +54,8 @@ pub const PARTED_AVOID: Millis = 600_000;
 /// A device that fails this often within that time is broken: its node is avoided for as long.
 const DEVICE_FAILURES_MAX: usize = 3;
 pub const DEVICE_WINDOW: Millis = 600_000;
+/// For so many nodes of the smallest gang `maxRestarts` workers may end before an attempt begins.
+const NODES_A_BUDGET: u32 = 8;
 /// So often two nodes must have lost each other.
 const PARTINGS_MIN: usize = 2;
 /// Time that a worker has to end by itself when the job is over.
@@ -213,16 +216,18 @@ impl<'o> Planner<'o> {
         let (record, wanted) = (&self.observed.record, &self.observed.wanted);
         let since = self.now.saturating_sub(wanted.restart_window);
         let count = record.start_failures.iter().filter(|at| **at >= since).count();
-        let over = count > wanted.restarts_max as usize && self.observed.gang().is_none();
+        // Of hundreds of workers a few never come up at once.
+        let most = wanted.restarts_max.saturating_mul(wanted.nodes_min.div_ceil(NODES_A_BUDGET));
+        let over = count > most as usize && self.observed.gang().is_none();
         over.then(|| Outcome::Failed {
             exit_code: 1,
             reason: reasons::WORKERS_DO_NOT_START,
             message: format!(
-                "workers ended {} within {} s before an attempt began, more often than \
-                 recovery.maxRestarts = {}; the last: {}",
+                "workers ended {} within {} s before an attempt began, more often than {most}, \
+                 which is recovery.maxRestarts for every {NODES_A_BUDGET} of nodes.min; the last: \
+                 {}",
                 several(count, "time"),
                 wanted.restart_window / 1000,
-                wanted.restarts_max,
                 record.start_failure
             ),
         })
@@ -261,12 +266,19 @@ impl<'o> Planner<'o> {
         let over = match self.observed.gang() {
             Some(gang) => {
                 let asked = gang.stop_requested.filter(|(cause, _)| cause.halts());
-                asked.is_some_and(|(_, at)| self.now >= at + STOP_TIMEOUT)
+                asked.is_some_and(|asked| self.now >= self.stop_due(asked))
             }
             None => !self.can_save(),
         };
         let interrupted = halting == StopCause::Interrupt;
         over.then_some(if interrupted { Outcome::Interrupted } else { Outcome::Suspended })
+    }
+
+    /// When a gang that was asked to stop is waited for no longer.
+    fn stop_due(&self, (_, asked): (StopCause, Millis)) -> Millis {
+        let record = &self.observed.record;
+        let most = record.stopping_since.unwrap_or(asked) + STOP_MAX;
+        (record.progressed_at.max(asked) + STOP_TIMEOUT).min(most)
     }
 
     /// The clock of a wish to stop begins when it is first seen and ends when it is taken back, so
@@ -393,7 +405,11 @@ impl<'o> Planner<'o> {
     fn improve(&mut self, gang: &'o Gang) {
         if let Some(cause) = self.observed.halting() {
             match gang.stop_requested {
-                Some((asked, at)) if asked.halts() => self.look_again_at(at + STOP_TIMEOUT),
+                Some(asked) if asked.0.halts() && self.now < asked.1 + STOP_TIMEOUT => {
+                    self.look_again_at(self.stop_due(asked).min(asked.1 + STOP_TIMEOUT));
+                }
+                // It goes on: the request may have been lost with a leader, and another one costs
+                // nothing.
                 _ => {
                     self.why(format!("stop the gang with a checkpoint: {cause:?}"));
                     self.request(gang, cause);
@@ -411,8 +427,10 @@ impl<'o> Planner<'o> {
             return;
         };
         let draining = self.members(gang).flatten().any(|worker| worker.stopping);
+        // Another job waits for what is called back.
+        let waited_for = gang.stepped && self.called_back(gang) > 0;
         let due = gang.started_at + self.observed.wanted.growth_interval;
-        if !draining && (!gang.stepped || self.now < due) {
+        if !draining && !waited_for && (!gang.stepped || self.now < due) {
             return self.look_again_at(due);
         }
         self.why(why);
@@ -431,6 +449,15 @@ impl<'o> Planner<'o> {
             let why = format!("shrink from {present} to {why} after this step");
             return Some((StopCause::Shrink, why));
         }
+        let called = self.called_back(gang);
+        if called > 0
+            && let Some(size) = self.size_for((present + newcomers).saturating_sub(called))
+        {
+            let nodes = several(called, "node");
+            let to = several(size.nodes, "node");
+            let why = format!("give {nodes} back to a job before it: {to} after this step");
+            return Some((StopCause::Shrink, why));
+        }
         let leaves = |worker: &Worker| worker.stopping || !self.index.is_usable(&worker.node);
         let mover = self.members(gang).flatten().find(|worker| leaves(worker));
         if let Some(mover) = mover.filter(|mover| mover.stopping || newcomers > 0) {
@@ -440,6 +467,12 @@ impl<'o> Planner<'o> {
         let size = self.size_for(present + newcomers).filter(|size| size.nodes > present)?;
         let why = format!("grow from {present} to {} nodes after this step", size.nodes);
         Some((StopCause::Growth, why))
+    }
+
+    /// Members on nodes that a job before this one waits for.
+    fn called_back(&self, gang: &'o Gang) -> u32 {
+        let members = self.members(gang).flatten();
+        members.filter(|worker| self.index.is_called_back(&worker.node)).count() as u32
     }
 
     /// A growth keeps all members, so memory has all that is needed; in other cases shards that

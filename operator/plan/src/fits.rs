@@ -87,15 +87,15 @@ pub fn changes(job: &Job, steps: u64) -> Search {
 
 /// More nodes than `max`, or fewer than `min`, whichever is nearer.
 fn nodes(job: &Job, fits: Fits) -> Option<Change> {
-    let with = |nodes: u32| {
+    let among = |min: u32, max: u32| {
         let mut changed = job.clone();
-        (changed.nodes.min, changed.nodes.max) = (nodes, nodes);
+        (changed.nodes.min, changed.nodes.max) = (min, max);
         fits(&changed)
     };
     let (min, max) = (job.nodes.min, job.nodes.max);
     let most = max.saturating_add(NODES_TRIED).min(NODES_MAX);
-    let more = (max + 1..=most).find_map(with);
-    let fewer = (1..min).rev().find_map(with);
+    let more = among(max + 1, most);
+    let fewer = (1..min).rev().find_map(|nodes| among(nodes, nodes));
     let set = |field: &str, nodes: u32| Change {
         set: vec![format!("spec.nodes.{field}: {nodes}")],
         nodes,

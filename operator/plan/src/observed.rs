@@ -83,6 +83,8 @@ pub struct Node {
     /// Ready, not cordoned, and free for this job. Where a worker of this job runs: not cordoned
     /// (its stream says whether it is alive).
     pub usable: bool,
+    /// A job before this one waits for it: the gang is to do without it.
+    pub called_back: bool,
     /// No new worker before this time: a worker has just failed there.
     pub avoid_until: Millis,
     /// Its machine is to stand still for seconds and to go on.
@@ -105,6 +107,8 @@ pub struct Worker {
     pub collective: u64,
     /// It has been told to stop (or killed); its end is near.
     pub stopping: bool,
+    /// Its pod is there, and the scheduler has put it on no node yet.
+    pub unplaced: bool,
     /// The version of the control stream that it has agreed to; 0 before it was heard.
     pub speaks: u32,
     pub checked: Checked,
@@ -295,7 +299,8 @@ pub fn keep_newest<T>(list: &mut Vec<T>, most: usize) {
 impl Node {
     /// Nothing is against it.
     pub fn good(name: &str) -> Node {
-        Node { name: name.to_string(), usable: true, avoid_until: 0, freezes: false, leaf: 0 }
+        let (avoid_until, called_back, freezes, leaf) = (0, false, false, 0);
+        Node { name: name.to_string(), usable: true, called_back, avoid_until, freezes, leaf }
     }
 }
 
@@ -310,6 +315,7 @@ impl Worker {
             held: Vec::new(),
             collective: 0,
             stopping: false,
+            unplaced: false,
             speaks: 0,
             checked: Checked::No,
             paired: false,

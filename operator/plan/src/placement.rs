@@ -3,7 +3,7 @@
 use crate::launch;
 use crate::observed::Size;
 use moejob_fabric::{overlap, travel};
-use moejob_manifest::cost::{self, Budget, Extent, SHOWN_MAX};
+use moejob_manifest::cost::{self, Budget, COUNTED_MAX, Extent, SHOWN_MAX};
 use moejob_manifest::devices::{divides, takes_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
 use moejob_manifest::profile::Backend;
@@ -12,10 +12,15 @@ use moejob_protocol::Mesh;
 use moejob_protocol::config::Offload;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{
-    self, Kind, Masters, OFFLOADED_MASTERS, OFFLOADED_MOMENTS, Part, RankMemory, Types, rank_memory,
+    self, Kind, Masters, Part, RankMemory, Types, rank_memory,
 };
 use serde::Serialize;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+
+/// Why a size is left out whose turn to be counted never came.
+const NOT_COUNTED: &str = "whether it fits was not counted, since nodes.min to nodes.max are too \
+     many sizes of too large a model; narrow them, or set parallelism.expert";
 
 /// A number of nodes that the job cannot use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -34,9 +39,10 @@ impl Skipped {
 /// The sizes between min and max that work, ascending, and the others.
 pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
     let placer = Placer::new(job);
+    let budget = Budget::new(COUNTED_MAX);
     let (mut sizes, mut skipped) = (Vec::new(), Vec::new());
     for nodes in job.nodes.min..=job.nodes.max {
-        match placer.layout(nodes) {
+        match placer.layout(nodes, &budget) {
             Ok(layout) => {
                 let exchange = travel::choice(job, &layout).0;
                 let overlap_degree = overlap::choice(job, &layout).0;
@@ -53,8 +59,8 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
 pub fn least(job: &Job, extent: Extent, budget: &Budget) -> Option<u32> {
     let placer = Placer::of(job, extent);
     (job.nodes.min..=job.nodes.max)
-        .take_while(|nodes| budget.take(cost::of_size(job, extent, *nodes)))
-        .find(|nodes| placer.layout(*nodes).is_ok())
+        .take_while(|nodes| budget.take(cost::of_size(job, *nodes)))
+        .find(|nodes| placer.layout(*nodes, budget).is_ok())
 }
 
 /// `dp` ranks, `ep` of which share the experts.
@@ -123,6 +129,24 @@ struct Placer<'a> {
     dense: u64,
     /// Of all experts together.
     experts: u64,
+    /// By degree of expert parallelism, the number of ranks that was counted last.
+    counted: RefCell<BTreeMap<u32, Counted>>,
+}
+
+/// What came of counting the memory of a rank among so many.
+struct Counted {
+    ranks: u32,
+    /// Why they do not fit.
+    why: Option<String>,
+}
+
+impl Counted {
+    /// It says as much of `ranks` ranks: no fewer, and not many more. The more ranks there are, the
+    /// less each of them owns, and the more a bucket is padded that ends in even parts.
+    fn is_of(&self, ranks: u32) -> bool {
+        let more = if self.why.is_some() { self.ranks / 16 } else { self.ranks / 4 };
+        (self.ranks..=self.ranks + more).contains(&ranks)
+    }
 }
 
 impl<'a> Placer<'a> {
@@ -132,11 +156,11 @@ impl<'a> Placer<'a> {
 
     fn of(job: &'a Job, extent: Extent) -> Placer<'a> {
         let (dense, experts) = (extent.other_elements, extent.expert_elements);
-        Placer { job, extent, dense, experts }
+        Placer { job, extent, dense, experts, counted: RefCell::default() }
     }
 
     /// How `nodes` nodes are laid out, or why they cannot be.
-    fn layout(&self, nodes: u32) -> Result<Layout, String> {
+    fn layout(&self, nodes: u32, budget: &Budget) -> Result<Layout, String> {
         let job = self.job;
         let dp = nodes * job.profile.ranks;
         let micro_batches = job.micro_batches();
@@ -153,11 +177,11 @@ impl<'a> Placer<'a> {
                 let ranks = several(dp, "rank");
                 return Err(format!("parallelism.expert: {ep} does not divide {ranks}"));
             }
-            return self.fit(dp, ep);
+            return self.fit(dp, ep, budget);
         }
         let mut last = None;
         for ep in self.preferences(dp) {
-            match self.fit(dp, ep) {
+            match self.fit(dp, ep, budget) {
                 Ok(layout) => return Ok(layout),
                 Err(why) => last = Some(why),
             }
@@ -190,58 +214,51 @@ impl<'a> Placer<'a> {
         degrees.split_off(within)
     }
 
-    fn fit(&self, dp: u32, ep: u32) -> Result<Layout, String> {
+    fn fit(&self, dp: u32, ep: u32, budget: &Budget) -> Result<Layout, String> {
         let layout = layout(dp, ep);
         let Some(limit) = self.job.profile.rank_memory else { return Ok(layout) };
-        // Rank 0 has the longest runs of experts and of micro-batches.
-        let needed = self.memory(&layout, 0).committed;
-        if needed > limit {
+        let refusal = |needed: u64, about: &str| {
             let (needs, has, more) = (gib(needed), gib(limit), gib(needed - limit));
-            let why = format!("a rank needs {needs} of memory, {more} more than the {has} it has");
-            return Err(why);
+            format!("a rank needs {about}{needs} of memory, {more} more than the {has} it has")
+        };
+        let least = self.state_at_least(&layout);
+        if least > limit {
+            return Err(refusal(least, "at least "));
         }
-        Ok(layout)
+        let mut all = self.counted.borrow_mut();
+        if !all.get(&ep).is_some_and(|known| known.is_of(dp)) {
+            if !budget.take(cost::of_rank(self.job, self.extent, layout.mesh)) {
+                return Err(NOT_COUNTED.to_string());
+            }
+            // Rank 0 has the longest runs of experts and of micro-batches.
+            let needed = self.memory(&layout, 0).committed;
+            let why = (needed > limit).then(|| refusal(needed, ""));
+            all.insert(ep, Counted { ranks: dp, why });
+        }
+        match &all[&ep].why {
+            None => Ok(layout),
+            Some(why) => Err(why.clone()),
+        }
     }
 
-    /// Of a cluster's GPUs an estimate: jobs of thousands are laid out here, again and again.
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
-        let of_this_machine = job.profile.is_this_machine();
-        let on_gpus = job.training.compute.backend == Backend::Cuda;
-        if on_gpus && layout.mesh.world() > 1 && !of_this_machine {
-            return self.device_memory(layout, rank);
-        }
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
         let chunks = overlap::choice(job, layout).0;
         let recovery = launch::recovery(job, Venue::Local);
         rank_memory(model, layout, rank, training, &recovery, every, chunks)
     }
 
-    /// Experts of a layer that lie with `rank`, and elements of all its experts.
-    fn held(&self, layout: &Layout, rank: u32) -> (u64, u64) {
+    /// Elements of the experts that lie with `rank`.
+    fn held(&self, layout: &Layout, rank: u32) -> u64 {
         let model = &self.job.model;
         let held = layout.experts(model, 0, rank).len() as u64;
-        (held, self.experts * held / u64::from(model.slices().count))
-    }
-
-    /// Dense elements whose weights, and whose gradients, a rank has: all of them, or by the stage
-    /// of ZeRO its own, with what is whole in turn: an end of the model, and two layers.
-    fn dense_kept(&self, mesh: Mesh) -> [u64; 2] {
-        let (model, zero) = (&self.job.model, self.job.training.compute.zero);
-        let ends = u64::from(model.vocab_size) * u64::from(model.hidden_size);
-        let ends_of_model = if model.tie_word_embeddings { 1 } else { 2 };
-        let layers = u64::from(model.num_hidden_layers).max(1);
-        let layer = self.dense.saturating_sub(ends_of_model * ends) / layers;
-        let turns = ends + layers.min(2) * layer;
-        let own = self.dense.div_ceil(mesh.dp.into()) + turns;
-        [zero.divides_weights(), zero.divides_gradients()].map(|divided| {
-            if divided && mesh.dp > 1 { own } else { self.dense }
-        })
+        self.experts * held / u64::from(model.slices().count)
     }
 
     /// Elements that `rank` updates.
     fn owned(&self, layout: &Layout, rank: u32) -> u64 {
-        let (mesh, (_, local)) = (layout.mesh, self.held(layout, rank));
+        let (mesh, local) = (layout.mesh, self.held(layout, rank));
         self.dense.div_ceil(mesh.dp.into()) + local.div_ceil(mesh.edp().into())
     }
 
@@ -256,88 +273,28 @@ impl<'a> Placer<'a> {
         memory::host_memory(shard, ranks, layout.mesh.world().into(), &offloaded)
     }
 
-    /// Moments, and what masters have beyond the weights, of so many elements on the host.
-    fn offloaded(owned: u64, types: &Types) -> Vec<Part> {
+    /// What the state of rank 0 takes of its device, without what is beside it: most jobs that do
+    /// not fit are told so by this alone, and nothing is counted of them.
+    fn state_at_least(&self, layout: &Layout) -> u64 {
+        let (training, mesh) = (&self.job.training, layout.mesh);
+        let types = Types::of(training, mesh.rounds(self.job.micro_batches()));
         let masters = match types.masters {
             Masters::Weights => 0,
             Masters::LowBits => Kind::I16.bytes(),
             Masters::Separate => Kind::F32.bytes(),
         };
-        vec![
-            Part { name: OFFLOADED_MASTERS, bytes: owned * masters },
-            Part { name: OFFLOADED_MOMENTS, bytes: owned * 2 * types.moment.bytes() },
-        ]
-    }
-
-    /// An estimate for a GPU: what must lie there by the design of the step, without workspaces.
-    /// Per token of a layer: the residual stream and its norms 4 D, queries and their output
-    /// 2 N H, keys and values 2 KV H; per routed row gate, up and their product 3 F and in and
-    /// out 2 D. Without recomputation all of it lies there for each layer.
-    fn device_memory(&self, layout: &Layout, rank: u32) -> RankMemory {
-        let (job, model, mesh) = (self.job, &self.job.model, layout.mesh);
-        let wire = job.training.precision.element().bytes();
-        let (held, local) = self.held(layout, rank);
-        let owned = self.owned(layout, rank);
-        let training = &job.training;
-        let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-        let layers = u64::from(model.num_hidden_layers);
-        let dim = u64::from(model.hidden_size);
-        let attention = 2 * u64::from(model.q_size()) + 2 * u64::from(model.kv_size());
-        // What is computed again lies there once, or as often as layers are together.
-        let recompute = training.recompute;
-        let together = u64::from(recompute.span(model.num_hidden_layers));
-        let kept = |dropped: bool| if dropped { 1 } else { together };
-        let norms = kept(recompute.drops_norms());
-        let hidden = kept(recompute.drops_hidden());
-        let inputs = if together < layers { layers.div_ceil(together) } else { 0 };
-        let of_token = together * (2 * dim + attention) + (2 * norms + inputs) * dim;
-        let slices = model.slices();
-        let inner = 3 * u64::from(slices.width);
-        let row_bytes = (hidden * inner + together * 2 * dim) * wire;
-        let top_k = u64::from(slices.per_token);
+        let on_device = training.compute.offload == Offload::None;
+        let state = if on_device { masters + 2 * types.moment.bytes() } else { 0 };
+        let local = self.held(layout, 0);
+        let kept = |divided: bool| match divided {
+            true => local + self.dense / u64::from(mesh.dp),
+            false => local + self.dense,
+        };
+        let zero = training.compute.zero;
         // What no machine has is counted as what no machine has.
         let times = u64::saturating_mul;
-        let routed =
-            times(tokens, top_k * u64::from(mesh.ep) * held) / u64::from(slices.count).max(1);
-        let worst = times(tokens, u64::from(mesh.ep) * top_k.min(held));
-        let types = Types::of(training, mesh.rounds(job.micro_batches()));
-        let (state, offloaded) = match training.compute.offload {
-            Offload::None => (owned * 12, Vec::new()),
-            Offload::Host => (0, Self::offloaded(owned, &types)),
-        };
-        let [weights, gradients] = self.dense_kept(mesh);
-        let gradients = match types.exact {
-            // Sums in fp64; of experts beside them those of the own chunk in fp32 alone.
-            true => (gradients + local) * 8 + (gradients + local.div_ceil(mesh.edp().into())) * 4,
-            false => (gradients + local) * 4,
-        };
-        let formats = training.compute.formats(types.element, slices.per_token);
-        let back = match mesh.ep > 1 && formats.returns_each() {
-            true => times(tokens, u64::from(mesh.ep) * formats.token_bytes(dim)[1]),
-            false => 0,
-        };
-        let parts = vec![
-            Part { name: "weights", bytes: (weights + local) * wire },
-            Part { name: "gradients", bytes: gradients },
-            Part { name: "masters and moments", bytes: state },
-            Part { name: "activations", bytes: times(tokens, of_token * wire) },
-            Part {
-                name: "logits",
-                bytes: times(tokens, u64::from(model.vocab_size) * (4 + wire)),
-            },
-            Part { name: "routed rows", bytes: times(routed, row_bytes) },
-            Part { name: "rows that come back", bytes: back },
-        ];
-        let parts: Vec<Part> = parts.into_iter().filter(|part| part.bytes > 0).collect();
-        let balanced = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
-        let most = worst.saturating_sub(routed);
-        let extra = ((routed as f64 * (model.experts.routed_headroom - 1.0)) as u64).min(most);
-        RankMemory {
-            parts,
-            balanced,
-            committed: balanced.saturating_add(times(extra, row_bytes)),
-            worst: balanced.saturating_add(times(most, row_bytes)),
-            offloaded,
-        }
+        times(kept(zero.divides_weights()), types.element.bytes())
+            .saturating_add(times(kept(zero.divides_gradients()), types.gradient.bytes()))
+            .saturating_add(times(self.owned(layout, 0), state))
     }
 }

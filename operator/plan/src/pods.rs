@@ -19,6 +19,7 @@ use moejob_protocol::pod::{
     TOKEN_FOLDER,
 };
 use moejob_protocol::topology::ENV_TOPOLOGY;
+use moejob_protocol::Layout;
 use serde_json::{Map, Value, json};
 use std::sync::OnceLock;
 
@@ -32,8 +33,9 @@ pub const LABEL_ATTEMPT: &str = "moejob.dev/attempt";
 pub const LABEL_SLOT: &str = "moejob.dev/slot";
 /// HMAC over namespace, job uid and pod name: without it a pod does not count as ours.
 pub const ANNOTATION_SEAL: &str = "moejob.dev/seal";
-/// A last checkpoint is waited for as long as `decide::STOP_TIMEOUT`; the rest is for its writing.
-pub const TERMINATION_GRACE_S: u64 = 90;
+/// Who drains a node waits so long for a last checkpoint, whatever its size; the worker ends once
+/// it is written. Autoscalers wait no longer by default.
+pub const TERMINATION_GRACE_S: u64 = 600;
 
 /// The user that a worker runs as, the same as the operator's and as in our image.
 const USER: u64 = 65_532;
@@ -244,6 +246,7 @@ fn metadata(job: &Job, around: &Surroundings, birth: Option<&Birth>) -> Value {
             "name": job.name,
             "uid": around.job_uid,
             "controller": true,
+            "blockOwnerDeletion": true,
         }],
     });
     if let Some(birth) = birth {
@@ -365,9 +368,16 @@ const CPUS_PER_DEVICE: u32 = 8;
 fn memory_mib(job: &Job) -> MemoryMib {
     let (sizes, _) = placement::sizes(job);
     if job.training.compute.backend == Backend::Cuda {
-        // The smallest gang has the largest shards, the largest most ranks to speak to.
-        let of = |size: &Size| placement::host_memory(job, &size.layout);
-        let bytes = sizes.iter().map(|size| of(size).iter().map(|part| part.bytes).sum::<u64>());
+        // Of each degree of expert parallelism the smallest gang has the largest shards, the
+        // largest most ranks to speak to.
+        let ends = |of: &[Size]| [&of[0], &of[of.len() - 1]].map(|size| size.layout.clone());
+        let mut by_degree = sizes.clone();
+        by_degree.sort_by_key(|size| size.layout.mesh.ep);
+        let alike = by_degree.chunk_by(|one, other| one.layout.mesh.ep == other.layout.mesh.ep);
+        let of = |layout: Layout| -> u64 {
+            placement::host_memory(job, &layout).iter().map(|part| part.bytes).sum()
+        };
+        let bytes = alike.flat_map(ends).map(of);
         let request = bytes.max().unwrap_or(0).div_ceil(1 << 20);
         return MemoryMib { request, limit: request + SHM_CUDA_MIB };
     }

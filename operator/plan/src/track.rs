@@ -141,8 +141,10 @@ impl Tracker {
                         _ => "was ended",
                     };
                     let cause = format!("{name} {what}");
-                    // One that is ended because the job is over has not failed.
-                    if starting && self.observed.record.outcome.is_none() && *grace == 0 {
+                    // One that is ended because the job is over has not failed, and one that no
+                    // node took has not begun.
+                    let failed = starting && *grace == 0 && !worker.unplaced;
+                    if failed && self.observed.record.outcome.is_none() {
                         self.start_failed(&cause, now);
                     }
                     self.member_stopped(name, cause, now);

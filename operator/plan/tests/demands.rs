@@ -147,7 +147,8 @@ fn pods_of_a_job_that_is_not_planned_keep_their_nodes() {
     let expected = [
         "a: n1 ()",
         "b: n2 ()",
-        "c:  (waits for nodes: 0 of 1 fit (3 in use by a MoeJob); it holds nothing)",
+        "c:  (waits for nodes: 0 of 1 fit (3 in use by a MoeJob); it holds nothing; \
+             after 60 min no job behind it starts there)",
         "gone: n3 ()",
     ];
     assert_eq!(made, expected);

@@ -3,7 +3,13 @@
 mod said;
 mod world;
 
-use moejob_plan::decide::Action;
+use moejob_plan::check::check;
+use moejob_plan::decide::{Action, plan};
+use moejob_plan::observed::{Node, Observed, Worker, WorkerState};
+use moejob_protocol::config::{Resume, WorkerConfig};
+use moejob_protocol::message::{
+    Down, FRAME_BYTES_MAX, FRAME_BYTES_MAX_BEFORE, Frame, Held, LeftReason,
+};
 use std::sync::Arc;
 use world::{Setup, World};
 
@@ -28,6 +34,73 @@ fn all_members_of_a_gang_share_one_configuration() {
     let ranks: Vec<u32> = configs.iter().map(|(rank, _)| *rank).collect();
     assert_eq!(ranks, Vec::from_iter(0..nodes));
     assert!(configs.iter().all(|(_, config)| Arc::ptr_eq(config, &configs[0].1)));
+}
+
+/// The largest gang that is valid, with the longest names that a cluster gives: what each worker is
+/// told fits into one frame, at the first attempt and when the gang goes on from its memory.
+#[test]
+fn the_largest_gang_is_told_in_one_frame() {
+    let (nodes, devices) = (4_096, 8);
+    let setup = Setup { min: nodes - 1, max: nodes, devices, experts: 64, ..Setup::default() };
+    let mut observed = World::new(setup).tracker.observed;
+    let idle = |number: u32| {
+        let mut worker = Worker::starting(&format!("{number:063}"), &format!("{number:0253}"), 0);
+        worker.address = Some(format!("[2001:0db8:0000:0000:0000:0000:0000:{number:04x}]:7777"));
+        worker.state = WorkerState::Idle;
+        worker
+    };
+    observed.workers = (0..nodes).map(idle).collect();
+    observed.nodes = observed.workers.iter().map(|worker| Node::good(&worker.node)).collect();
+    let started = |observed: &Observed| {
+        let plan = plan(observed, 1_000);
+        assert_eq!(check(observed, &plan), Vec::<String>::new());
+        let gang = plan.actions.iter().find_map(|action| match action {
+            Action::RecordAttempt(gang) => Some((**gang).clone()),
+            _ => None,
+        });
+        let config = plan.actions.iter().find_map(|action| match action {
+            Action::Configure { config, .. } => Some(Arc::clone(config)),
+            _ => None,
+        });
+        (gang.expect("an attempt"), config.expect("a member is told"))
+    };
+    let (mut gang, config) = started(&observed);
+    let bytes = |config: &WorkerConfig| {
+        let body = Down::Configure(Box::new(WorkerConfig { rank: Some(0), ..config.clone() }));
+        let frame = Frame { v: 1, term: u64::MAX, attempt: 1, body };
+        let text = serde_json::to_vec(&frame).expect("JSON");
+        let back: Frame<Down> = serde_json::from_slice(&text).expect("a frame");
+        assert!(back == frame, "it is read as it was");
+        text.len()
+    };
+    let first = bytes(&config);
+    assert!(first > FRAME_BYTES_MAX_BEFORE && first < FRAME_BYTES_MAX / 2, "{first} bytes");
+    // Each worker holds the shards of its ranks and of its neighbour's. One is lost, another one
+    // comes in its place.
+    (gang.stepped, gang.ended) = (true, Some(900));
+    observed.record.attempt = gang.attempt;
+    observed.record.layouts = vec![(gang.attempt, gang.layout.clone())];
+    observed.record.gang = Some(gang);
+    for (number, worker) in (0..nodes).zip(&mut observed.workers) {
+        worker.state = WorkerState::Left { attempt: 1, reason: LeftReason::Asked };
+        let ranks = |of: u32| of * devices..(of + 1) * devices;
+        let mut shards: Vec<u32> =
+            ranks(number).chain(ranks((number + nodes - 1) % nodes)).collect();
+        shards.sort_unstable();
+        worker.held = vec![Held { attempt: 1, step: 40, shards }];
+    }
+    observed.workers[7] = idle(7);
+    observed.workers[7].name = "replacement".to_string();
+    let (_, config) = started(&observed);
+    let Resume::Memory { step: 40, sources, .. } = &config.resume else {
+        panic!("{:?}", config.resume.step());
+    };
+    // Only the shards of the worker that is gone travel.
+    let travels = sources.iter().filter(|source| !config.are_near(source.shard, source.from));
+    let travels: Vec<u32> = travels.map(|source| source.shard).collect();
+    assert_eq!(travels, Vec::from_iter(56..64));
+    let again = bytes(&config);
+    assert!(again < first + 2_000, "{again} bytes, and {first} at first");
 }
 
 /// Every bound of `cost` at its maximum, on each kind of machine: a second of an optimized build.

@@ -6,7 +6,7 @@ mod world;
 
 use moejob_manifest::job::Venue;
 use moejob_plan::allocate::{Claim, Standing};
-use moejob_plan::decide::{Action, STOP_TIMEOUT, plan};
+use moejob_plan::decide::{Action, STOP_MAX, STOP_TIMEOUT, plan};
 use moejob_plan::observed::{DeviceFailure, Millis, Outcome, StopCause, Stored, WorkerState};
 use moejob_plan::track::Tracker;
 use moejob_protocol::message::{Heartbeat, Held, LeftReason, Phase, Up};
@@ -177,12 +177,51 @@ fn a_record_that_names_no_job_is_this_jobs() {
 
 #[test]
 fn only_a_worker_that_is_ended_at_once_has_failed_to_start() {
-    for (grace, failures) in [(0, 1), (5_000, 0)] {
+    // One that no node took has not begun: the job is pending.
+    for (grace, unplaced, failures) in [(0, false, 1), (5_000, false, 0), (0, true, 0)] {
         let mut world = World::new(Setup::default());
         let (name, node) = ("j-0".to_string(), "n0".to_string());
         world.tracker.done(&Action::StartWorker { name: name.clone(), node }, 0);
+        world.tracker.observed.workers.iter_mut().for_each(|worker| worker.unplaced = unplaced);
         world.tracker.done(&Action::StopWorker { name, grace }, 1_000);
         assert_eq!(world.observed().record.start_failures.len(), failures, "{grace}");
+    }
+}
+
+#[test]
+fn a_stop_is_waited_for_while_something_goes_on_and_an_hour_at_most() {
+    let mut world = running();
+    let asked = world.now;
+    world.tracker.observed.wanted.suspend = true;
+    world.tracker.observed.record.stopping_since = Some(asked);
+    let over = |world: &mut World, progressed: Millis, at: Millis| {
+        let record = &mut world.tracker.observed.record;
+        let gang = record.gang.as_mut().expect("a gang");
+        gang.stop_requested = Some((StopCause::Suspend, asked));
+        record.progressed_at = progressed;
+        world.now = at;
+        finished(world) == Some(Outcome::Suspended)
+    };
+    let end = asked + STOP_TIMEOUT;
+    assert!(!over(&mut world, asked, end - 1) && over(&mut world, asked, end));
+    let later = asked + 1_000_000;
+    assert!(!over(&mut world, later, later + STOP_TIMEOUT - 1));
+    assert!(over(&mut world, later, later + STOP_TIMEOUT));
+    let most = asked + STOP_MAX;
+    assert!(!over(&mut world, most - 1, most - 1) && over(&mut world, most - 1, most));
+}
+
+/// Of hundreds of workers a few always end early.
+#[test]
+fn failures_to_start_are_counted_by_the_size_of_the_gang() {
+    for (nodes, most) in [(1, 20), (8, 20), (9, 40), (512, 1_280)] {
+        let mut world = World::new(Setup { min: nodes, max: nodes, nodes: 1, ..Setup::default() });
+        world.tracker.observed.record.start_failures = vec![world.now; most];
+        assert_eq!(finished(&world), None, "{nodes} nodes");
+        world.tracker.observed.record.start_failures.push(world.now);
+        let outcome = finished(&world);
+        let Some(Outcome::Failed { message, .. }) = outcome else { panic!("{outcome:?}") };
+        assert!(message.contains(&format!("more often than {most}, which is")), "{message}");
     }
 }
 

@@ -205,6 +205,12 @@ fn observe(world: &mut World, words: &[&str]) {
         ["freezes", node] => world.node(node).freezes = true,
         ["thaws", node] => world.node(node).freezes = false,
         ["uncordon", node] => world.node(node).usable = true,
+        ["call", "back", nodes @ ..] => {
+            for node in nodes {
+                let node = world.node(node);
+                (node.usable, node.called_back) = (false, true);
+            }
+        }
         ["avoid", node, _] => world.node(node).avoid_until = world.now + number(2),
         ["drain", name] => {
             let workers = &mut world.tracker.observed.workers;
@@ -352,7 +358,7 @@ fn actions(plan: &Plan) -> String {
             }
             Action::Configure { name, config, .. } => {
                 configured.push(name.as_str());
-                if configured.len() * (config.ranks as usize) < config.members.len() {
+                if configured.len() < config.members.len() {
                     continue;
                 }
                 format!("configure {}: {}", configured.join(" "), resume(&config.resume))

@@ -327,6 +327,7 @@ fn a_growth_that_was_asked_for_long_ago_leaves_a_stop_its_time() {
     // One that was asked to stop, and is as late, is not waited for.
     let gang = observed.record.gang.as_mut().expect("a gang");
     gang.stop_requested = Some((StopCause::Suspend, now - 500_000));
+    observed.record.progressed_at = now - 500_000;
     let actions = plan(observed, now).actions;
     let over = |of: &Action| matches!(of, Action::Finish(Outcome::Suspended));
     assert!(actions.iter().any(over), "{actions:?}");

@@ -75,8 +75,11 @@ const JOB: Keep = object![8 << 20;
 const CONTAINER: Keep = Keep::Fields(&[
     ("name", WORD),
     ("image", WORD),
-    ("resources", Keep::Fields(&[("requests", WORDS)])),
+    ("restartPolicy", WORD),
+    ("resources", REQUESTS),
 ]);
+
+const REQUESTS: Keep = Keep::Fields(&[("requests", WORDS)]);
 
 const MATCHES: Keep = Keep::Fields(&[("nodeSelectorTerms", Keep::Each(&Keep::Fields(&[(
     "matchFields",
@@ -108,6 +111,7 @@ const POD: Keep = object![OTHERS_BYTES_MAX;
             ("nodeName", WORD),
             ("containers", Keep::Each(&CONTAINER)),
             ("initContainers", Keep::Each(&CONTAINER)),
+            ("resources", REQUESTS),
             ("overhead", WORDS),
             ("affinity", AFFINITY),
         ]),

@@ -1,6 +1,7 @@
 //! What a worker is told: one `WorkerConfig` an attempt, and nothing else.
 
 use crate::layout::Layout;
+pub use crate::members::{Member, ShardSource};
 use crate::model::ModelConfig;
 use crate::zero::Zero;
 use serde::{Deserialize, Serialize};
@@ -36,7 +37,7 @@ pub struct WorkerConfig {
     /// BLAKE3 of this attempt's shared part (`WorkerConfig::digest`).
     pub digest: String,
     pub layout: Layout,
-    /// One entry a rank, ascending; the ranks of one worker follow each other.
+    /// One entry a worker, with the first of its `ranks`; ascending.
     pub members: Vec<Member>,
     pub resume: Resume,
     pub model: ModelConfig,
@@ -87,18 +88,6 @@ fn is_one(number: &u32) -> bool {
 /// The degrees that a job may have.
 pub const OVERLAP_DEGREES: [u32; 3] = [1, 2, 4];
 
-/// A ranked worker as its peers reach it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Member {
-    pub rank: u32,
-    /// Identity in its certificate: the pod's uid, locally the worker's.
-    pub worker: String,
-    pub node: String,
-    /// `address:port` of its listener.
-    pub address: String,
-}
-
 /// Where an attempt's first state comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -108,7 +97,13 @@ pub enum Resume {
     /// A committed checkpoint: the directory's name, `step-00000200`.
     Checkpoint { step: u64, name: String },
     /// Snapshots in the memory of members, cut under an earlier attempt's layout.
-    Memory { step: u64, attempt: u32, layout: Layout, sources: Vec<ShardSource> },
+    Memory {
+        step: u64,
+        attempt: u32,
+        layout: Layout,
+        #[serde(with = "crate::members::runs")]
+        sources: Vec<ShardSource>,
+    },
 }
 
 impl Resume {
@@ -119,14 +114,6 @@ impl Resume {
             Resume::Checkpoint { step, .. } | Resume::Memory { step, .. } => *step,
         }
     }
-}
-
-/// `shard` (a rank of the earlier layout) is sent by `from` (a rank of the new one).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct ShardSource {
-    pub shard: u32,
-    pub from: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -40,6 +40,7 @@ pub mod kernel_sizes;
 pub mod workspace;
 pub mod buffers;
 pub mod config;
+pub mod members;
 pub mod preflight;
 pub mod pair;
 pub mod links;

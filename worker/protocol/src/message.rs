@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 /// Versions of the control stream that this build speaks, the newest first. Both sides name them
 /// when they connect (`alpn`), and speak the newest that both have. A version comes with a release
 /// that still writes the one before.
-pub const CONTROL_VERSIONS: &[u32] = &[3, 2, 1];
+pub const CONTROL_VERSIONS: &[u32] = &[4, 3, 2, 1];
 
 /// From this version on a worker knows [`Down::Preflight`] and [`Down::Pair`], and a leader their
 /// answers, [`Up::Built`] and [`Up::Seated`]. Nobody sends them to a side that speaks an older one,
@@ -25,6 +25,10 @@ pub const CONTROL_PREFLIGHT: u32 = 2;
 
 /// From this version on a worker knows [`Down::Patience`].
 pub const CONTROL_PATIENCE: u32 = 3;
+
+/// From this version on a configuration names each worker once, and sources in runs. A worker that
+/// speaks an older one is told of each rank and each shard ([`WorkerConfig::by_rank`]).
+pub const CONTROL_RUNS: u32 = 4;
 
 /// What every control stream's name begins with.
 pub const ALPN_CONTROL_PREFIX: &str = "moejob-control/";
@@ -40,8 +44,11 @@ pub fn alpn(versions: &[u32]) -> Vec<Vec<u8>> {
     versions.iter().map(|of| format!("{ALPN_CONTROL_PREFIX}{of}").into_bytes()).collect()
 }
 
-/// A longer frame of a leader is refused before it is read.
-pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// A longer frame of a leader is refused before it is read. The configuration of the largest gang
+/// that is valid has room in it, whatever its nodes are called (`operator/plan/tests/large.rs`).
+pub const FRAME_BYTES_MAX: usize = 4 << 20;
+/// What a worker reads that speaks a version before [`CONTROL_RUNS`].
+pub const FRAME_BYTES_MAX_BEFORE: usize = 1 << 20;
 
 /// What one side of the control stream says.
 pub trait FrameBody: Serialize + DeserializeOwned {
@@ -59,10 +66,8 @@ impl FrameBody for Up {
     const BYTES_MAX: usize = 128 << 10;
 }
 
-/// Ranks that a gang has at most: a configuration names each of them in one frame, by the worker's
-/// uid, its node and its address. With the shortest names a cluster can have no more find room.
-pub const GANG_RANKS_MAX: u32 = (FRAME_BYTES_MAX / MEMBER_BYTES_MIN) as u32;
-const MEMBER_BYTES_MIN: usize = 96;
+/// Ranks that a gang has at most.
+pub const GANG_RANKS_MAX: u32 = 32_768;
 /// A worker's heartbeat, also the leader's.
 pub const HEARTBEAT_MS: u64 = 500;
 
@@ -239,23 +244,4 @@ pub enum Phase {
     Training,
     Validating,
     Stopping,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::Member;
-
-    #[test]
-    fn no_member_takes_less_of_a_frame_than_is_counted() {
-        let shortest = Member {
-            rank: 10_000,
-            worker: "01234567-89ab-cdef-0123-456789abcdef".to_string(),
-            node: "n".to_string(),
-            address: "1.1.1.1:7777".to_string(),
-        };
-        let text = serde_json::to_string(&shortest).expect("JSON");
-        assert!(text.len() + ",".len() >= MEMBER_BYTES_MIN, "{}", text.len());
-        assert!(GANG_RANKS_MAX > 10_000);
-    }
 }

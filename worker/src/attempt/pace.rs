@@ -6,7 +6,6 @@
 
 use crate::gang::comm::{Comm, CommError};
 use moejob_kernels::memory_bounds::{Bound, BoundSource, MemoryBounds};
-use moejob_protocol::config::Member;
 use moejob_protocol::memory::{GENERATIONS, host_memory};
 use std::time::{Duration, Instant};
 
@@ -60,20 +59,16 @@ impl Pace {
     /// # Errors
     /// See [`CommError`]: it is a collective of all ranks.
     pub fn agreed(
-        members: &[Member],
+        ranks: u32,
         buddies: &[Option<u32>],
         held: InMemory,
         comm: &mut Comm,
     ) -> Result<Pace, CommError> {
         let shard = held.state.div_ceil(buddies.len().max(1) as u64);
-        let snapshots = GENERATIONS * shard * kept_with(members, buddies, comm.rank());
+        let snapshots = GENERATIONS * shard * kept_with(ranks, buddies, comm.rank());
         let kept = snapshots + held.offloaded;
         let memory = MemoryBounds::of_this_process();
-        let beside = |other: &&Member| {
-            members.get(comm.rank() as usize).is_some_and(|own| own.worker == other.worker)
-        };
-        let ranks = members.iter().filter(beside).count().max(1) as u64;
-        let processes = host_memory(0, ranks, buddies.len() as u64, &[]);
+        let processes = host_memory(0, ranks.into(), buddies.len() as u64, &[]);
         let room = room(&memory, processes.iter().map(|part| part.bytes).sum());
         let mut pace = Pace::new(shard, kept, room.unwrap_or(0), Instant::now());
         if !pace.fits {
@@ -133,10 +128,8 @@ impl Saving {
 
 /// Shards that lie in the memory of the worker of `rank`: those of its ranks, and of those whose
 /// buddies they are.
-fn kept_with(members: &[Member], buddies: &[Option<u32>], rank: u32) -> u64 {
-    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
-    let beside = |other: u32| worker(other).is_some() && worker(other) == worker(rank);
-    let here = |other: u32| other == rank || beside(other);
+fn kept_with(ranks: u32, buddies: &[Option<u32>], rank: u32) -> u64 {
+    let here = |other: u32| other / ranks == rank / ranks;
     let owned = (0..buddies.len() as u32).filter(|other| here(*other)).count();
     let others = |(other, buddy): &(usize, &Option<u32>)| {
         !here(*other as u32) && buddy.is_some_and(here)
@@ -201,25 +194,15 @@ mod tests {
 
     #[test]
     fn a_worker_keeps_its_own_shards_and_those_of_its_buddies() {
-        let kept = |workers: &str, buddies: &[Option<u32>]| -> Vec<u64> {
-            let member = |(rank, worker): (usize, char)| Member {
-                rank: rank as u32,
-                worker: worker.to_string(),
-                node: worker.to_string(),
-                address: String::new(),
-            };
-            let members: Vec<Member> = workers.chars().enumerate().map(member).collect();
-            (0..buddies.len() as u32).map(|rank| kept_with(&members, buddies, rank)).collect()
+        let kept = |ranks: u32, buddies: &[Option<u32>]| -> Vec<u64> {
+            (0..buddies.len() as u32).map(|rank| kept_with(ranks, buddies, rank)).collect()
         };
         // Alone; two devices of one; two nodes of two, each with the other's.
-        assert_eq!(kept("a", &[None]), [1]);
-        assert_eq!(kept("aa", &[None, None]), [2, 2]);
-        assert_eq!(kept("aabb", &[Some(2), Some(3), Some(0), Some(1)]), [4; 4]);
-        // A buddy beside it keeps nothing more; three nodes, one of which keeps for nobody.
-        assert_eq!(kept("aab", &[Some(1), Some(2), Some(0)]), [3, 3, 2]);
-        assert_eq!(kept("abc", &[Some(1), Some(0), Some(1)]), [2, 3, 1]);
-        // Members that nobody names are each their own.
-        assert_eq!(kept("", &[Some(1), Some(0)]), [2, 2]);
+        assert_eq!(kept(1, &[None]), [1]);
+        assert_eq!(kept(2, &[None, None]), [2, 2]);
+        assert_eq!(kept(2, &[Some(2), Some(3), Some(0), Some(1)]), [4; 4]);
+        // Three nodes, one of which keeps for nobody.
+        assert_eq!(kept(1, &[Some(1), Some(0), Some(1)]), [2, 3, 1]);
     }
 
     #[test]

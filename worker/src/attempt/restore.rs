@@ -61,7 +61,7 @@ impl Trainer {
             Resume::Memory { layout, sources, .. } => {
                 let rank = model.rank;
                 let near = resume::near_shards(config, &self.memory, rank)?;
-                let is_near = |other| resume::is_near(config, rank, other);
+                let is_near = |other| config.are_near(rank, other);
                 let held = |shard| Arc::clone(&near[&shard]);
                 // Where steps are begun ahead, the first ones may be done before it is known that
                 // what they began with was whole: it is compared behind the copies, from which it

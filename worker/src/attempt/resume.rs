@@ -298,7 +298,7 @@ pub(crate) fn near_shards(
         return Ok(BTreeMap::new());
     };
     let mut near = BTreeMap::new();
-    for source in sources.iter().filter(|source| is_near(config, rank, source.from)) {
+    for source in sources.iter().filter(|source| config.are_near(rank, source.from)) {
         let shard = source.shard;
         let name = format!("shard {shard} of step {step} of attempt {attempt}");
         let Some(slot) = memory.shard(*attempt, *step, shard) else {
@@ -372,14 +372,6 @@ impl Sums {
     }
 }
 
-/// Whether two ranks are of one worker, and so have one memory.
-pub(crate) fn is_near(config: &WorkerConfig, rank: u32, other: u32) -> bool {
-    let worker = |rank: u32| {
-        config.members.get(rank as usize).map(|member| member.worker.as_str())
-    };
-    rank == other || worker(rank).is_some() && worker(rank) == worker(other)
-}
-
 /// Every rank resumes from its own shard of the layout that it has, and none has a buddy: what is
 /// in memory is the state that the attempt begins with, in as many copies as there can be.
 pub(crate) fn resumes_in_place(config: &WorkerConfig, buddies: &[Option<u32>]) -> bool {
@@ -396,18 +388,17 @@ pub(crate) fn resumes_in_place(config: &WorkerConfig, buddies: &[Option<u32>]) -
 /// The rank that keeps each rank's second copy: the next on another node, else the next of another
 /// worker. The ranks of one worker are lost together.
 pub(crate) fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
-    let members = &config.members;
-    let node = |rank: u32| {
-        let of = |rank: u32| members.get(rank as usize).map(|member| member.node.as_str());
-        let first = members.iter().position(|other| Some(other.node.as_str()) == of(rank));
-        first.map_or(rank, |at| at as u32)
-    };
+    // The first rank on each node stands for it.
+    let mut first = BTreeMap::new();
+    for member in &config.members {
+        first.entry(member.node.as_str()).or_insert(member.rank);
+    }
+    let node = |rank: u32| config.member_of(rank).map_or(rank, |of| first[of.node.as_str()]);
     let world = config.layout.mesh.world();
     let nodes: Vec<u32> = (0..world).map(node).collect();
-    let worker = |rank: u32| members.get(rank as usize).map(|member| member.worker.as_str());
     let next = |rank: u32| {
         let others = (1..world).map(|more| (rank + more) % world);
-        others.into_iter().find(|other| worker(*other) != worker(rank))
+        others.into_iter().find(|other| !config.are_near(*other, rank))
     };
     (0..world).map(|rank| config.layout.buddy(rank, &nodes).or_else(|| next(rank))).collect()
 }

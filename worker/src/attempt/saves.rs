@@ -32,6 +32,8 @@ pub struct Patience {
     /// A checkpoint that is under way when the attempt is asked to stop; another attempt goes on
     /// from memory. Less than the leader waits for a stop.
     pub stop: Duration,
+    /// The same where the checkpoint was asked for: a job is suspended, or a node drained.
+    pub save: Duration,
     /// The job's last checkpoint, without which its training was for nothing.
     pub end: Duration,
     /// One read of the data, and a batch that has not come: what is shorter is no hang.
@@ -50,6 +52,7 @@ impl Default for Patience {
             answer: Duration::from_secs(20),
             start: Duration::from_secs(3600),
             stop: Duration::from_secs(45),
+            save: Duration::from_secs(45),
             end: Duration::from_secs(3600),
             data: Duration::from_secs(3600),
             retry: Duration::from_millis(250),
@@ -61,11 +64,15 @@ impl Default for Patience {
 /// Storage that a job could be trained on takes so many bytes a second: what is larger may take
 /// longer.
 const STORAGE_RATE_MIN: u64 = 10 << 20;
+/// A worker that is drained ends a little later (`life::session::DRAIN_MS_MAX`).
+const SAVE_MAX: Duration = Duration::from_secs(540);
 
 impl Patience {
     /// For checkpoints of so many bytes.
     pub(crate) fn for_state(self, bytes: u64) -> Patience {
-        Patience { end: self.end + Duration::from_secs(bytes / STORAGE_RATE_MIN), ..self }
+        let more = Duration::from_secs(bytes / STORAGE_RATE_MIN);
+        let save = (self.save + more).min(SAVE_MAX.max(self.save));
+        Patience { end: self.end + more, save, ..self }
     }
 
     /// Of an attempt's reads of its data. What a user has mistyped is told at once, where no
@@ -369,4 +376,17 @@ fn committer(desk: Desk, attempt: u32, flush: Flush) -> Option<Sender<u64>> {
     };
     let started = std::thread::Builder::new().name("commit".to_string()).spawn(work);
     started.is_ok().then_some(commits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_saved_at_a_stop_is_given_time_by_its_size() {
+        let save = |bytes: u64| Patience::default().for_state(bytes).save.as_secs();
+        assert_eq!([0, 1 << 30, 1 << 40].map(save), [45, 45 + 102, 540]);
+        let none = Patience { save: Duration::ZERO, ..Patience::default() };
+        assert_eq!(none.for_state(0).save, Duration::ZERO);
+    }
 }

@@ -316,7 +316,11 @@ impl Run<'_> {
         let goes = Goes { on: !last && !due.stop, beside };
         let snapshot = if memory { self.snapshot(goes)? } else { Taken::No };
         if last || due.stop {
-            let patience = if last { self.patience.end } else { self.patience.stop };
+            let patience = match (last, due.checkpoint) {
+                (true, _) => self.patience.end,
+                (false, true) => self.patience.save,
+                (false, false) => self.patience.stop,
+            };
             self.waits_until = Some(Instant::now() + patience);
         }
         if due.checkpoint { self.checkpoint(snapshot) } else { Ok(()) }

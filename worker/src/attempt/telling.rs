@@ -143,7 +143,7 @@ impl Run<'_> {
         }
         let (named, uuid) = (gauge.named(), gauge.uuid().to_string());
         let rank = self.engine.model.rank;
-        let node = self.config.members.get(rank as usize);
+        let node = self.config.member_of(rank);
         let node = node.map_or(String::new(), |member| member.node.clone());
         for told in news {
             let message = format!("{named}, rank {rank} on {node}: {}", told.message);

@@ -266,7 +266,7 @@ impl Trainer {
         let offloaded = engine.model.offloaded_bytes() * u64::from(config.ranks.max(1));
         let held = InMemory { state, offloaded };
         let pace = if config.recovery.memory_auto {
-            Some(Pace::agreed(&config.members, &buddies, held, engine.links.comm())?)
+            Some(Pace::agreed(config.ranks.max(1), &buddies, held, engine.links.comm())?)
         } else {
             None
         };

@@ -1,6 +1,6 @@
 //! Frames of the control stream, for both of its ends.
 //!
-//! A frame is a 4-byte little-endian length, at most 1 MiB of a leader and 128 KiB of a worker, and
+//! A frame is a 4-byte little-endian length, at most 4 MiB of a leader and 128 KiB of a worker, and
 //! that many bytes of JSON. What a header claims costs no memory: the buffer grows with the bytes
 //! that arrive.
 
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
-/// From the first byte of a frame to its last. A body of 1 MiB takes milliseconds on any network
+/// From the first byte of a frame to its last. A body of 4 MiB takes milliseconds on any network
 /// that can train.
 pub const FRAME_MS_MAX: u64 = 5_000;
 
@@ -163,10 +163,10 @@ mod tests {
             (vec![3], "the stream ended"),
             (vec![3, 0, 0, 0, b'{'], "the stream ended"),
             (truncated, "the stream ended"),
-            (vec![0; 4], "a frame of 0 bytes; allowed are 1 to 1048576"),
-            (vec![0xff; 4], "a frame of 4294967295 bytes; allowed are 1 to 1048576"),
-            (vec![1, 0, 16, 0], "a frame of 1048577 bytes; allowed are 1 to 1048576"),
-            (b"GET / HTTP".to_vec(), "a frame of 542393671 bytes; allowed are 1 to 1048576"),
+            (vec![0; 4], "a frame of 0 bytes; allowed are 1 to 4194304"),
+            (vec![0xff; 4], "a frame of 4294967295 bytes; allowed are 1 to 4194304"),
+            (vec![1, 0, 64, 0], "a frame of 4194305 bytes; allowed are 1 to 4194304"),
+            (b"GET / HTTP".to_vec(), "a frame of 542393671 bytes; allowed are 1 to 4194304"),
             (framed(r#"{"v":2,"new":[]}"#), "protocol version 2, this side speaks 1"),
             (framed(r#"{"v":0,"term":1}"#), "protocol version 0, this side speaks 1"),
             (framed("{}"), not),

@@ -301,7 +301,7 @@ impl Shell {
                 self.install(attempt, &certificate);
             }
             Effect::Join(config) => {
-                let (rank, world) = (config.rank.unwrap_or_default(), config.members.len());
+                let (rank, world) = (config.rank.unwrap_or_default(), config.layout.mesh.world());
                 // `kubectl moe logs` reads from this line which rank speaks.
                 tracing::info!(attempt = config.attempt, "joining as rank {rank} of {world}");
                 return self.join(config).await;
@@ -416,7 +416,7 @@ impl Shell {
         let Some(tls) = self.leaf.clone().filter(|leaf| leaf.attempt == attempt) else {
             return failed("no certificate for the attempt");
         };
-        if config.members[rank as usize].worker != self.bootstrap.worker {
+        if config.member_of(rank).is_none_or(|own| own.worker != self.bootstrap.worker) {
             return failed("the rank is another worker's");
         }
         if let Err(error) = self.engines.prepare(&config) {
@@ -428,11 +428,12 @@ impl Shell {
             (self.joining, self.config) = (Some(joining), Some(config));
             return Outcome::Done;
         }
-        let (ranks, members) = (config.ranks.max(1), config.members.clone());
-        let strands = wanted_by(&config, self.processors);
+        let (ranks, world) = (config.ranks.max(1), config.layout.mesh.world());
+        let (members, strands) = (config.members.clone(), wanted_by(&config, self.processors));
         self.joined = None;
         (self.asked, self.patience) = (None, None);
-        self.joining = Some(self.data.join(Join { rank, ranks, members, tls, strands }).await);
+        let join = Join { rank, ranks, world, members, tls, strands };
+        self.joining = Some(self.data.join(join).await);
         self.config = Some(config);
         Outcome::Done
     }

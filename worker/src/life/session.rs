@@ -27,7 +27,7 @@ use std::time::Duration;
 /// A worker that was never configured waits this long for a leader.
 pub const ORPHAN_MS_DEFAULT: u64 = 600_000;
 /// From SIGTERM or SIGINT to the end of the process, whatever happens meanwhile.
-pub const DRAIN_MS_MAX: u64 = 60_000;
+pub const DRAIN_MS_MAX: u64 = 570_000;
 /// For an aborted step to notice it, when the process is to end.
 pub const LEAVE_MS_MAX: u64 = 10_000;
 

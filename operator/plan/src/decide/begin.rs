@@ -24,7 +24,11 @@ impl<'o> Planner<'o> {
             return;
         }
         let candidates = self.ahead_of_newcomers(self.candidates().collect());
-        let Some(size) = self.size_for(candidates.len() as u32) else {
+        let called_back = candidates.iter().filter(|of| self.index.is_called_back(&of.node));
+        let fewer = candidates.len() - called_back.count();
+        // What is called back is used where the gang cannot do without it.
+        let size = self.size_for(fewer as u32).or_else(|| self.size_for(candidates.len() as u32));
+        let Some(size) = size else {
             let (have, need) = (candidates.len(), self.least_size());
             let measuring = match self.measuring() {
                 0 => String::new(),
@@ -173,7 +177,7 @@ impl<'o> Planner<'o> {
             layout: size.layout.clone(),
             exchange: size.exchange,
             overlap_degree: size.overlap_degree,
-            members: each_rank(&members, ranks),
+            members: members.clone(),
             resume,
             ..observed.template.clone()
         };
@@ -333,14 +337,4 @@ impl<'o> Planner<'o> {
             }
         }
     }
-}
-
-/// Of each worker, all its ranks.
-pub(crate) fn each_rank(members: &[Member], ranks: u32) -> Vec<Member> {
-    let of = |member: &Member| {
-        let first = member.rank;
-        let member = member.clone();
-        (first..first + ranks).map(move |rank| Member { rank, ..member.clone() })
-    };
-    members.iter().flat_map(of).collect()
 }

@@ -39,6 +39,11 @@ impl<'o> Index<'o> {
         self.nodes.get(node).is_some_and(|(_, node)| node.usable)
     }
 
+    /// Whether a job before this one waits for it.
+    pub fn is_called_back(&self, node: &str) -> bool {
+        self.nodes.get(node).is_some_and(|(_, node)| node.called_back)
+    }
+
     /// Whether its machine is to stand still for seconds.
     pub fn freezes(&self, node: &str) -> bool {
         self.nodes.get(node).is_some_and(|(_, node)| node.freezes)

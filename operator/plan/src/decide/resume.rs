@@ -64,7 +64,9 @@ pub(super) fn choose<'o>(
     let (resume, source) = match (found, stored) {
         (Some((snapshot, layout, _)), _) => {
             let Snapshot { step, attempt } = snapshot;
-            let sources = sources(layout, snapshot, &chosen, observed.template.ranks);
+            let ranks = observed.template.ranks;
+            let same = u64::from(layout.mesh.world()) == u64::from(ranks) * count as u64;
+            let sources = sources(layout, snapshot, &chosen, (ranks, same));
             let layout = layout.clone();
             let source = format!("the memory of attempt {attempt}");
             (Resume::Memory { step, attempt, layout, sources }, source)
@@ -180,12 +182,14 @@ fn cover(
 }
 
 /// Who sends each shard: of those that hold it, the one that sends the fewest so far.
-/// All ranks of a worker reach what it holds, so they take turns.
+/// All ranks of a worker reach what it holds, so they take turns. Where there are as many ranks as
+/// before (`same`), a shard is sent by the rank of its number if that one's worker has it: then it
+/// travels nowhere, and a worker's shards are one run of the configuration.
 fn sources(
     layout: &Layout,
     snapshot: Snapshot,
     chosen: &[&Worker],
-    ranks: u32,
+    (ranks, same): (u32, bool),
 ) -> Vec<ShardSource> {
     let mut holders: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
     for (index, worker) in chosen.iter().enumerate() {
@@ -196,6 +200,11 @@ fn sources(
     (0..layout.mesh.world())
         .filter_map(|shard| {
             let holders = holders.get(&shard)?;
+            let own = (shard / ranks.max(1)) as usize;
+            if same && holders.contains(&own) {
+                sends[own] += 1;
+                return Some(ShardSource { shard, from: shard });
+            }
             let index = *holders.iter().min_by_key(|index| sends[**index])?;
             let from = index as u32 * ranks + sends[index] % ranks.max(1);
             sends[index] += 1;

@@ -38,7 +38,7 @@ pub use event_log::{EVENTS_BURST, EVENT_EVERY};
 pub use fence::{FENCED_BY_RECORD, Fence, unfit};
 pub use outbox::FRAMES_WAITING_MAX;
 pub use place::{Local, Place};
-pub use pods::{ENDED_MAX, FORCE_AFTER, REDIAL, SILENT_AVOID};
+pub use pods::{ENDED_MAX, FORCE_AFTER, OUT_OF_MEMORY, REDIAL, SILENT_AVOID};
 pub use refusals::PATIENCE;
 pub use report::Figures;
 pub use slow::SLOW_LINK;

@@ -65,7 +65,8 @@ impl JobLoop {
     /// would count it anew, and write its status, with every pod that starts.
     pub(super) fn ensure_objects(&mut self, now: Millis) {
         let observed = &self.tracker.observed;
-        let wanted = self.place.has_api() && self.spec.plannable().is_some();
+        let wanted = self.place.has_api() && self.spec.plannable().is_some()
+            && !self.spec.deleted;
         let pods = wanted && !observed.workers.is_empty();
         let gang = pods && observed.gang().is_some();
         self.objects.wanted = (pods, gang);

@@ -3,7 +3,7 @@
 
 use super::{ByName, Effect, JobLoop, Link, Origin, PodIdentity, Said, WorkerPod, Write, doubled};
 use crate::observed::{Millis, Observed, Outcome, Worker, WorkerState};
-use crate::pods::{TERMINATION_GRACE_S, attempt_and_slot};
+use crate::pods::attempt_and_slot;
 use moejob_manifest::problem::printable;
 use moejob_protocol::message::Down;
 use moejob_protocol::pod::PORT;
@@ -23,13 +23,16 @@ const DOUBT_MAX: Millis = 1_000;
 pub const ENDED_MAX: usize = 8;
 /// A pod on a silent node, whose kubelet does not confirm its end, is deleted by force after this.
 pub const FORCE_AFTER: Millis = 20_000;
+/// The kubelet's word for a container that took more memory than its limit.
+pub const OUT_OF_MEMORY: &str = "OOMKilled";
 /// The exit code of a worker that another attempt, or the want of a leader, has ended.
 const TRY_AGAIN: i32 = 75;
 /// A node whose pod was deleted by force may still count as ready: Kubernetes takes 40 to 50 s from
 /// the first silence to find it not ready. Meanwhile it is avoided.
 pub const SILENT_AVOID: Millis = 40_000;
-/// A pod is gone so long after its deletion began, by any clock: what a pod asks for is ours.
-const DELETION_MAX: Millis = TERMINATION_GRACE_S * 1000 + 5_000;
+/// A pod of which nothing is heard is gone so long after its deletion began, whatever was promised:
+/// the promise is for saving, and who saves is heard.
+const DELETION_MAX: Millis = 95_000;
 /// After a DELETE that failed, doubled with each failure up to the second.
 const DELETE_RETRY_FIRST: Millis = 1_000;
 const DELETE_RETRY_MAX: Millis = 30_000;
@@ -377,6 +380,12 @@ impl JobLoop {
         if let Some((exit_code, how)) = &pod.ended {
             let happenings = self.tracker.exited(&pod.name, *exit_code, how, now);
             self.close(&pod.name);
+            if happenings.is_empty() && how.contains(OUT_OF_MEMORY) {
+                // It was lost as its stream ended, which says nothing of the cause.
+                self.tracker.explained(&pod.name, how);
+                let on = pod.node.as_deref().unwrap_or_default();
+                self.event(true, "WorkerLost", format!("{} on {on}: {how}", pod.name), now);
+            }
             self.tell(happenings, now);
             // One that was fenced, or had no leader for too long, says nothing of its node.
             if *exit_code != Some(TRY_AGAIN) {
@@ -525,15 +534,22 @@ impl JobLoop {
         self.send_aside(Origin::Deletion(pod.name.clone()), write);
     }
 
-    /// A worker whose pod somebody deletes waits until others need nothing of it any more.
+    /// A worker whose pod somebody deletes waits until others need nothing of it any more: those of
+    /// the next gang have made a step, or no gang can be formed before it goes, and the storage has
+    /// all that it holds.
     fn dismiss(&mut self) {
         let observed = &self.tracker.observed;
-        let Some(gang) = observed.gang().filter(|gang| gang.stepped) else { return };
+        let gang = observed.gang();
+        let stored = observed.stored.as_ref().map_or(0, |stored| stored.step);
+        let waits = gang.is_none() && self.tracker.waits_for_nodes();
+        let stepped = gang.is_some_and(|gang| gang.stepped);
         let leaves = |worker: &&Worker| {
             let idle = matches!(worker.state, WorkerState::Idle | WorkerState::Left { .. });
-            worker.stopping && idle && gang.members.iter().all(|of| of.worker != worker.name)
+            let is_saved = worker.held.iter().all(|held| held.step <= stored);
+            let needed = gang.is_some_and(|gang| gang.has(&worker.name));
+            worker.stopping && idle && !needed && (stepped || (waits && is_saved))
         };
-        let attempt = gang.attempt;
+        let attempt = observed.record.attempt;
         let leaving = observed.workers.iter().filter(leaves).map(|worker| worker.name.clone());
         for name in leaving.collect::<Vec<_>>() {
             if !self.pods.dismiss(&name) {
@@ -561,12 +577,14 @@ impl JobLoop {
         }
     }
 
-    /// A bound pod whose image is on its way has not begun to be late.
+    /// A bound pod whose image is on its way has not begun to be late. One that is not bound waits
+    /// for a volume, a gate or others' pods to go: the job is pending, and another node is tried.
     fn wait_for_images(&mut self, now: Millis) {
         let pods = &mut self.pods;
         for worker in &mut self.tracker.observed.workers {
             let WorkerState::Starting { since } = &mut worker.state else { continue };
             let Some(known) = pods.known.get(&worker.name) else { continue };
+            worker.unplaced = known.facts.as_ref().is_some_and(|facts| facts.node.is_none());
             let waits = |of: &&WorkerPod| {
                 of.node.is_some() && !of.started && of.trouble.is_none()
             };

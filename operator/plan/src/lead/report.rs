@@ -2,7 +2,9 @@
 
 use super::crowd::{YIELD_MAX, YIELD_STARTING_MAX};
 use super::outbox::RETRY_MAX;
-use super::{Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, Written, doubled};
+use super::{
+    Blocked, Effect, JobLoop, JobName, JobSeen, Origin, Write, WriteErrorKind, Written, doubled,
+};
 use crate::engines::{EngineLoss, RankPlace};
 use crate::observed::{Millis, Stored};
 use crate::reasons;
@@ -27,6 +29,8 @@ const SETTLE: Millis = 400;
 const SETTLE_STARTING: Millis = 5_000;
 /// After a write that failed, doubled with each up to `RETRY_MAX`.
 const RETRY_FIRST: Millis = 1_000;
+/// After so many refusals for the version behind each other what the watch says counts.
+const CONFLICTS_MAX: u32 = 3;
 
 /// While a large gang starts, each of its engines tells its GPU: their table is made anew so often.
 const RANKS_EVERY: Millis = 5_000;
@@ -64,6 +68,10 @@ pub(super) struct Report {
     /// It is due later than it would be without a crowd.
     pub yields: bool,
     version: String,
+    /// What the watch told last, also where it is older.
+    seen: String,
+    /// Writes behind each other that were refused for their version.
+    conflicts: u32,
     /// Without its records, as `pending`: nobody compares them.
     written: MoeJobStatus,
     pending: Option<MoeJobStatus>,
@@ -104,8 +112,14 @@ impl Report {
         self.written.checkpoint.clone()
     }
 
+    /// The watch has told a version.
+    pub fn on_seen(&mut self, version: &str) {
+        self.seen = version.to_string();
+        self.on_version(version);
+    }
+
     /// Versions rise; what a watch tells may be older than the last answer to a write.
-    pub fn on_version(&mut self, version: &str) {
+    fn on_version(&mut self, version: &str) {
         let number = |text: &str| text.parse::<u64>().unwrap_or(u64::MAX);
         if number(version) > number(&self.version) || number(version) == u64::MAX {
             self.version = version.to_string();
@@ -156,8 +170,16 @@ impl Report {
                 }
                 self.written = pending.unwrap_or_default();
                 (self.failures, self.not_before, self.has_written) = (0, 0, true);
+                self.conflicts = 0;
             }
-            Err(_) => {
+            Err(error) => {
+                let conflict = error.kind == WriteErrorKind::Conflict;
+                self.conflicts = if conflict { self.conflicts + 1 } else { 0 };
+                // A watch lags for moments. Versions that stay behind what was written are those of
+                // an etcd that was restored from a copy, and begin anew.
+                if self.conflicts >= CONFLICTS_MAX && !self.seen.is_empty() {
+                    self.version.clone_from(&self.seen);
+                }
                 self.unsaved = true;
                 self.not_before = now + doubled(RETRY_FIRST, self.failures, RETRY_MAX);
                 self.failures += 1;
@@ -413,7 +435,7 @@ fn places(value: f64, count: i32) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{WriteError, WriteErrorKind};
+    use super::super::WriteError;
     use super::*;
 
     /// Whether its own workers start, and whether there is a crowd.
@@ -486,11 +508,11 @@ mod tests {
         report.written(&Err(conflict), 100);
         assert!(!report.is_due(&status("Running", 1), ALONE, 200));
         assert_eq!(report.due, Some(1_100));
-        report.on_version("9");
+        report.on_seen("9");
         assert!(!report.is_due(&status("Running", 1), ALONE, 200), "older than what is known");
-        report.on_version("10");
+        report.on_seen("10");
         assert!(!report.is_due(&status("Running", 1), ALONE, 200), "that it was refused on");
-        report.on_version("15");
+        report.on_seen("15");
         assert!(report.is_due(&status("Running", 1), ALONE, 200));
         assert_eq!(write(&mut report, status("Running", 1), 200), "15");
         // The second in a row waits for longer.
@@ -498,5 +520,23 @@ mod tests {
         report.written(&Err(slow), 300);
         assert!(!report.is_due(&status("Running", 1), ALONE, 2_299));
         assert_eq!(report.due, Some(2_300));
+    }
+
+    /// An etcd that was restored from a copy counts on from there: what is known stays higher.
+    #[test]
+    fn versions_of_a_restored_etcd_are_taken_once_writes_are_refused_again_and_again() {
+        let mut report = report();
+        let conflict = || WriteError { kind: WriteErrorKind::Conflict, message: String::new() };
+        report.on_seen("7");
+        let mut at = 0;
+        let mut on = |report: &mut Report| {
+            at += 600_000;
+            assert!(report.is_due(&status("Running", at), ALONE, at));
+            let version = write(report, status("Running", at), at);
+            report.written(&Err(conflict()), at);
+            version
+        };
+        assert_eq!([on(&mut report), on(&mut report), on(&mut report)], ["10", "10", "10"]);
+        assert_eq!(on(&mut report), "7");
     }
 }

@@ -47,6 +47,8 @@ pub(super) struct Spec {
     generation: i64,
     pub accepted: Option<Accepted>,
     pub blocked: Option<Blocked>,
+    /// It was planned, and is on its way out: it is saved, and ends.
+    pub deleted: bool,
     /// What the job's profile said when it was accepted.
     pub machine: Option<Machine>,
     /// The profiles have changed since it was read.
@@ -77,9 +79,13 @@ impl Spec {
 impl JobLoop {
     /// The object has changed. Own writes of status change nothing of interest.
     pub(super) fn on_spec(&mut self, seen: &JobSeen, now: Millis) {
-        self.report.on_version(&seen.resource_version);
+        self.report.on_seen(&seen.resource_version);
         self.look_for_others(seen, now);
-        if seen.deleted {
+        if seen.deleted && self.spec.job.is_some() {
+            // A finalizer of others may keep the object for long, and its pods with it.
+            self.tracker.observed.interrupt = true;
+            self.spec.deleted = true;
+        } else if seen.deleted {
             self.spec.blocked = Some(Blocked {
                 invalid: false,
                 reason: DELETED,

@@ -1,8 +1,10 @@
 //! Members that wait for storage, or read what they begin with: no hang, as long as they show life.
+//! Gangs that wait for nodes, and what is known late of a loss.
 
 use super::Tracker;
-use crate::observed::Millis;
+use crate::observed::{Millis, Worker};
 use moejob_protocol::report::{Event, EventKind};
+use std::collections::BTreeSet;
 
 impl Tracker {
     /// A member that opens its data or a checkpoint goes on, and one that waits for storage is no
@@ -46,6 +48,33 @@ impl Tracker {
         let seen = self.present.waiting.insert(name.to_string(), collective);
         if seen.is_some_and(|seen| collective > seen) {
             self.observed.record.progressed_at = now;
+        }
+    }
+
+    /// The workers that stay, and others on the nodes that are free, are too few for a gang.
+    pub fn waits_for_nodes(&self) -> bool {
+        let observed = &self.observed;
+        let stays = |worker: &&Worker| !worker.is_dead() && !worker.stopping;
+        let busy: BTreeSet<&str> = (observed.workers.iter())
+            .filter(|worker| !worker.is_dead())
+            .map(|worker| worker.node.as_str())
+            .collect();
+        let free = observed.nodes.iter().filter(|node| {
+            node.usable && !busy.contains(node.name.as_str())
+        });
+        let possible = observed.workers.iter().filter(stays).count() + free.count();
+        let range = observed.wanted.nodes_min..=observed.wanted.nodes_max;
+        let sizes = observed.wanted.sizes.iter().map(|size| size.nodes);
+        let least = sizes.filter(|nodes| range.contains(nodes)).min();
+        least.is_some_and(|least| possible < least as usize)
+    }
+
+    /// Why a worker ended that was lost before, as the kubelet knows it: that is why the gang was
+    /// lost with it.
+    pub fn explained(&mut self, name: &str, how: &str) {
+        let recovery = self.recoveries.last_mut().filter(|of| of.first_step_at.is_none());
+        if let Some(recovery) = recovery.filter(|of| of.cause.contains(name)) {
+            recovery.cause = format!("{name}: {how}");
         }
     }
 }

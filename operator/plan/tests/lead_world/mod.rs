@@ -14,7 +14,7 @@ use moejob_plan::lead::{
 };
 use moejob_plan::observed::{Millis, Node};
 use moejob_plan::preflight::{Cache, News};
-use crate::said::{device_failed, hello, of_kind, step_report, warning};
+use crate::said::{committed, device_failed, hello, of_kind, step_report, warning};
 use moejob_manifest::profile::Profiles;
 use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::links::Built;
@@ -374,10 +374,16 @@ impl World {
             ["runs", image] => pod.image = Some(Arc::from(*image)),
             ["uid", uid] => pod.uid = uid.to_string(),
             ["mounting"] => pod.mounting = true,
+            ["unplaced", words @ ..] => {
+                (pod.node, pod.address) = (None, None);
+                pod.unschedulable = Some(words.join(" "));
+            }
+            ["placed"] => pod.node = Some(Arc::from(node)),
             ["trouble", words @ ..] => pod.trouble = Some(words.join(" ")),
             ["exit", code] => {
                 pod.ended = Some((code.parse().ok(), format!("exit code {code}")));
             }
+            ["killed", words @ ..] => pod.ended = Some((None, words.join(" "))),
             ["deleting"] => pod.deletion = Some(self.now + 1_000),
             ["deleting", millis] => {
                 pod.deletion = Some(self.now + millis.parse::<Millis>().expect("milliseconds"));
@@ -438,6 +444,11 @@ impl World {
             })),
             ("step", [step]) => up(step_report(step.parse().expect("a step"), attempt)),
             ("left", _) => up(Up::Left { reason: LeftReason::Asked, held: Vec::new() }),
+            ("committed", [step]) => up(committed(step.parse().expect("a step"), attempt)),
+            ("stopped", [step]) => {
+                let reason = LeftReason::Stopped { step: step.parse().expect("a step") };
+                up(Up::Left { reason, held: Vec::new() })
+            }
             ("completed", [step]) => {
                 up(Up::Completed { step: step.parse().expect("a step") })
             }

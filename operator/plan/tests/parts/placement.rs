@@ -45,7 +45,7 @@ fn a_given_degree_skips_what_it_does_not_divide() {
 fn on_gpus_they_stay_within_an_nvlink_domain_unless_memory_wants_more() {
     let found = job("profile: nd-h200-v5, min: 1, max: 3", "preset: olmoe-1b-7b", 512, "");
     assert_eq!(shapes(&found), "1: 8/8, 2: 16/8, 3: 24/8 | ");
-    let model = "preset: qwen3-30b-a3b";
+    let model = "preset: qwen3-30b-a3b, numHiddenLayers: 60";
     let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
     // Each GPU holds 8 of 128 experts at least, as many as a token chooses: 24 cannot share
     // them, and 12 have no room.

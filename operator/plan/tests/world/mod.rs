@@ -270,7 +270,7 @@ impl World {
             return;
         };
         for source in sources {
-            let worker = &config.members[source.from as usize].worker;
+            let worker = &config.member_of(source.from).expect("a member").worker;
             let sim = &self.sims[worker];
             let holds = sim.held.iter().any(|held| {
                 (held.step, held.attempt) == (*step, *attempt)
@@ -523,6 +523,7 @@ impl World {
                     boot: String::new(),
                     quiet_since: None,
                     patient_in: None,
+                    unplaced: false,
                     ..worker
                 });
             }

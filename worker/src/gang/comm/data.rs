@@ -50,7 +50,9 @@ pub struct Join {
     pub rank: u32,
     /// How many it has.
     pub ranks: u32,
-    /// One entry a rank, ascending.
+    /// Of all workers.
+    pub world: u32,
+    /// One entry a worker, with its first rank; ascending.
     pub members: Vec<Member>,
     pub tls: AttemptTls,
     /// That it wants for each pair of ranks, in each direction ([`super::wanted`]).
@@ -236,15 +238,9 @@ async fn at(deadline: Option<Instant>) {
 
 /// The other workers and their ranks.
 fn others(join: &Join) -> Vec<(Member, Range<u32>)> {
-    let mut others: Vec<(Member, Range<u32>)> = Vec::new();
-    let own = join.rank..join.rank + join.ranks;
-    for member in join.members.iter().filter(|member| !own.contains(&member.rank)) {
-        match others.last_mut() {
-            Some((of, ranks)) if of.worker == member.worker => ranks.end = member.rank + 1,
-            _ => others.push((member.clone(), member.rank..member.rank + 1)),
-        }
-    }
-    others
+    let ends = join.members.iter().skip(1).map(|next| next.rank).chain([join.world]);
+    let all = join.members.iter().zip(ends).filter(|(member, _)| member.rank != join.rank);
+    all.map(|(member, end)| (member.clone(), member.rank..end)).collect()
 }
 
 impl Group {
@@ -255,9 +251,8 @@ impl Group {
         connected: &mpsc::Sender<Arrival>,
     ) -> Option<Group> {
         let others = others(&join);
-        let Join { rank, ranks, members, tls, strands } = join;
+        let Join { rank, ranks, world, tls, strands, .. } = join;
         let strands = strands.min(STRANDS_MAX);
-        let world = members.len() as u32;
         let shape = Shape { attempt: tls.attempt, first: rank, count: ranks, world, strands };
         let traffic: Arc<Traffic> = Arc::default();
         let made = Links::create(shape).and_then(|links| {

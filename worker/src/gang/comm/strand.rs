@@ -43,7 +43,8 @@ const ENV_STRANDS: &str = "MOEJOB_STRANDS";
 /// How many a worker of an attempt wants that has so many processors. Beside GPUs they have little
 /// to do, else they compute.
 pub fn wanted_by(config: &WorkerConfig, processors: usize) -> u32 {
-    let (world, ranks) = (config.members.len(), config.ranks.max(1) as usize);
+    let world = config.layout.mesh.world() as usize;
+    let ranks = config.ranks.max(1) as usize;
     let float = if config.training.precision == Precision::Fp64 { 8 } else { 4 };
     let state = config.model.numel() * Part::ALL.len() as u64 * float;
     let pairs = ranks * world.saturating_sub(ranks);

@@ -294,7 +294,7 @@ impl Engines {
         self.memory.begin(&config.resume, &again);
         self.bound.begin();
         let count = shape.count as usize;
-        let node = config.members[shape.first as usize].node.clone();
+        let node = config.member_of(shape.first).map_or(String::new(), |of| of.node.clone());
         let (ends, watches) = (vec![None; count], vec![Watch::default(); count]);
         let (waits, life, since) = (vec![Waits::default(); count], 0, Instant::now());
         let first = None;
