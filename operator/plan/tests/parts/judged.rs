@@ -55,14 +55,14 @@ fn nodes(min: u32, max: u32, memory: &str) -> Value {
 #[test]
 fn a_job_that_does_not_fit_is_told_what_would_change_it() {
     let (reason, message) = blocked(|spec| {
-        spec["nodes"] = json!({ "profile": "nd-h100-v5", "min": 1, "max": 3 });
+        spec["nodes"] = json!({ "profile": "nd-h100-v5", "min": 1, "max": 2 });
         spec["model"] = json!({ "preset": "qwen3-30b-a3b" });
         spec["data"]["sequenceLength"] = json!(4096);
         spec["training"]["globalBatchSize"] = json!(512);
     });
     assert_eq!(reason, "NoSizeFits false");
     assert!(message.starts_with("1 node: a rank needs "), "{message}");
-    let ways = "\nwhat would change it: spec.nodes.max: 4 (4 nodes work then); or ";
+    let ways = "\nwhat would change it: spec.nodes.max: 3 (3 nodes work then); or ";
     assert!(message.contains(ways), "{message}");
 }
 
