@@ -14,8 +14,8 @@ pub enum Mask {
     Dropout { p: f64 },
 }
 
-/// y (+)= x * m, m[t, d] a function of (seed, step, layer, token, d). Its gradient is the same op. On
-/// a GPU either of x and y may be F32 beside elements of 16 bits.
+/// y (+)= x * m, m[t, d] a function of (seed, step, layer, token, d). Its gradient is the same op.
+/// On a GPU either of x and y may be F32 beside elements of 16 bits.
 #[derive(Clone, Copy, Debug)]
 pub struct MaskRows {
     pub rows: usize,
@@ -68,8 +68,8 @@ pub struct Temper {
     pub x: Buffer,
 }
 
-/// dtemperature (+)= <dx, x> (x as `Temper` left it, the sum in f64 in order), 0 above the bound; then
-/// dx *= e^min(temperature, ln 100).
+/// dtemperature (+)= <dx, x> (x as `Temper` left it, the sum in f64 in order), 0 above the bound;
+/// then dx *= e^min(temperature, ln 100).
 #[derive(Clone, Copy, Debug)]
 pub struct TemperBackward {
     /// Of `d_temperature`

@@ -1,5 +1,5 @@
-//! What stands beside a router's choice, on a GPU against a CPU: balance, entropies, counts, and the
-//! cosine gate. Sums have other orders there, so that numbers are alike to their last bits.
+//! What stands beside a router's choice, on a GPU against a CPU: balance, entropies, counts, and
+//! the cosine gate. Sums have other orders there, so that numbers are alike to their last bits.
 
 use moejob_kernels::philox::{Draw, Site};
 use moejob_kernels::{
@@ -85,7 +85,8 @@ fn entropies_of_scores() {
             let mut plan = ArenaPlan::new();
             let [logits, probs] = [(); 2].map(|()| plan.alloc(DType::F32, tokens * experts));
             let (lse, entropy) = (plan.alloc(DType::F32, tokens), plan.alloc(DType::F64, 1));
-            let x: Vec<f64> = normals(2, logits.len()).iter().map(|x| f64::from(*x as f32)).collect();
+            let x = normals(2, logits.len()).into_iter().map(|x| f64::from(x as f32));
+            let x: Vec<f64> = x.collect();
             let sums = x.chunks(experts).map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln());
             let sums: Vec<f64> = sums.collect();
             let p = x.iter().enumerate().map(|(at, x)| match scoring {
@@ -202,7 +203,8 @@ fn masks_stand_between_elements_and_fp32() {
         Ok(device) => device,
         Err(error) => return eprintln!("skipped: {name}: no CUDA device: {error}"),
     };
-    let (mask, draw) = (Mask::Jitter { eps: 0.1 }, Draw { seed: 3, step: 1, layer: 1, first_token: 5 });
+    let draw = Draw { seed: 3, step: 1, layer: 1, first_token: 5 };
+    let mask = Mask::Jitter { eps: 0.1 };
     let ones = vec![0x3f80_i16; rows * dim];
     cuda.write(half.reinterpret(DType::I16), &ones);
     let of = |accumulate, x, y| MaskRows { rows, dim, mask, draw, accumulate, x, y };

@@ -351,7 +351,8 @@ fn the_cosine_gate_and_masks() {
                 bed.device.matmul(&product(Layout::Nn, rows, dim, experts, z, dy));
                 bed.device.matmul(&product(Layout::Tn, experts, dim, rows, y, dz));
                 let (da, db) = (bed.output(rows * dim), bed.output(experts * dim));
-                for (rows, y, norm, dy, dx) in [(rows, y, norm, dy, da), (experts, z, norms, dz, db)] {
+                let both = [(rows, y, norm, dy, da), (experts, z, norms, dz, db)];
+                for (rows, y, norm, dy, dx) in both {
                     let op = NormalizeRowsBackward { rows, dim, accumulate, y, norm, dy, dx };
                     bed.device.normalize_rows_backward(&op);
                 }

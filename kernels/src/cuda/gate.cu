@@ -30,8 +30,8 @@ __device__ __forceinline__ double block_sum_f64(double x, double* shared) {
   return sum;
 }
 
-// noisy = logits + noise, rounded once; probs and lse of that. The noise has the deviation `std`, or
-// where it is learned softplus(raw).
+// noisy = logits + noise, rounded once; probs and lse of that. The noise has the deviation `std`,
+// or where it is learned softplus(raw).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 gate_scores(const float* logits, const float* raw, int tokens, Draw draw, double std, float* noisy,
             float* probs, float* lse) {
@@ -345,8 +345,8 @@ __device__ __forceinline__ Sums token_sums(const float* probs, const u32* chosen
   return {normed ? sum : 1.0, SIGMOID ? fmax(all, TOP_K_SUM_MIN) : 1.0, normed};
 }
 
-// What is kept of a token between kernels: PARTS doubles. Of them the sum of its scores, its parts of
-// the losses, and what its load is estimated from (gate_load.cu).
+// What is kept of a token between kernels: PARTS doubles. They are the sum of its scores, its parts
+// of the losses, and what its load is estimated from (gate_load.cu).
 constexpr int PARTS = LOAD == NO_LOAD ? 3 : 6;
 
 // chosen and ids by ascending id, weights, first choices; parts [T, PARTS] of each token.

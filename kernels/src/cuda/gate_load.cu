@@ -30,9 +30,9 @@ __device__ double normal_cdf(double x) {
   return 0.5 + normal_pdf(x) * sum;
 }
 
-// What a token's load is estimated from. Tutel: the largest logit, the sum of e^(logit - a), and the
-// K-th largest logit with noise. Shazeer: the experts of the K-th and of the next largest logit with
-// noise, and what scores are divided by.
+// What a token's load is estimated from. Tutel: the largest logit, the sum of e^(logit - a), and
+// the K-th largest logit with noise. Shazeer: the experts of the K-th and of the next largest logit
+// with noise, and what scores are divided by.
 struct Basis { double a, b, c; };
 
 // The expert of the `rank`-th largest of row [E], counted from 1; equal ones in the order of ids.
@@ -81,8 +81,8 @@ __device__ __forceinline__ double share_of(const Basis& basis, float logit) {
   return exp((double)logit - basis.a) / basis.b;
 }
 
-// By how many deviations a logit lies above the K-th largest of the others; whether that is the next
-// one behind the K-th, since the expert itself is among the K; and whether there is any such.
+// By how many deviations a logit lies above the K-th largest of the others; whether that is the
+// next one behind the K-th, since the expert itself is among the K; and whether there is any such.
 struct Margin { double z, deviation; bool among, some; };
 __device__ __forceinline__ Margin margin_of(const Basis& basis, const float* logits,
                                             const float* noisy, const float* raw, int e) {

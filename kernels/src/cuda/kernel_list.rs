@@ -64,7 +64,8 @@ impl StepKernels {
         each_once(all)
     }
 
-    /// Whether [`StepKernels::join`] takes both: they differ in attention, mixture layers and gates alone.
+    /// Whether [`StepKernels::join`] takes both: they differ in attention, mixture layers and gates
+    /// alone.
     pub fn is_alike(&self, other: &StepKernels) -> bool {
         let kinds = |step: &StepKernels| (step.element, step.gradient, step.moment);
         let (rows, others) = ((&self.norms, &self.turns), (&other.norms, &other.turns));

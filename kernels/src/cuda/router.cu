@@ -105,7 +105,8 @@ __device__ double balance_of(const double* stats, double tokens, int experts, in
   return lanes_sum(sum);
 }
 
-// value [1]: the mean over segments; gradient [segments, 3, E], or null. One block, a warp a segment.
+// value [1]: the mean over segments; gradient [segments, 3, E], or null. One block, a warp a
+// segment.
 extern "C" __global__ void __launch_bounds__(1024)
 balance_losses(const double* stats, int segments, double tokens, int experts, int loss,
                double factor, double* value, double* gradient) {

@@ -184,8 +184,8 @@ pub fn takes_expert_parallel(job: &Job, ep: u32) -> bool {
     counts && RankLoad { ep, ..RankLoad::of(job) }.refused().is_none()
 }
 
-/// Whether the kernels take experts that are shared out over `ep` GPUs: each has one at least. Slices
-/// of experts are on several GPUs.
+/// Whether the kernels take experts that are shared out over `ep` GPUs: each has one at least.
+/// Slices of experts are on several GPUs.
 fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
     let (experts, slices) = (&model.experts, model.slices());
     match slices.each {

@@ -28,8 +28,8 @@ pub(crate) fn activation(name: Activation) -> moejob_kernels::Activation {
     }
 }
 
-/// The layer of `tokens` in `segments`, whose losses count `router_scale` times. Where a gate chooses
-/// it is a part: the experts alone.
+/// The layer of `tokens` in `segments`, whose losses count `router_scale` times. Where a gate
+/// chooses it is a part: the experts alone.
 pub(crate) fn describe(
     model: &ModelConfig,
     [element, gradient]: [DType; 2],
