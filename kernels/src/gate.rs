@@ -7,8 +7,8 @@
 //! everything else, and equals it where both apply. A micro-batch is one call: capacity and
 //! statistics are its own, whoever computes it, and noise is a function of (seed, step, layer,
 //! token), so no result depends on the number of ranks. Ties go to the lowest expert id, and of
-//! tokens to the first. A choice that is dropped leaves its slot empty ([`crate::NO_EXPERT`]) with a
-//! weight of zero. Everything after the scores is computed in f64. On a GPU scores are fp32, with
+//! tokens to the first. A choice that is dropped leaves its slot empty ([`crate::NO_EXPERT`]) with
+//! a weight of zero. Everything after the scores is computed in f64. On a GPU scores are fp32, with
 //! the bits of a CPU.
 
 use crate::buffer::Buffer;
