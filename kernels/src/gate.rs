@@ -3,12 +3,13 @@
 //! ```text
 //! logits [T, E] -> + noise -> scores -> choice -> capacity -> weights, statistics
 //! ```
-//! [`crate::Route`] is the fast path of dropless top-k; this op is everything else, and equals it
-//! where both apply. A micro-batch is one call: capacity and statistics are its own, whoever
-//! computes it, and noise is a function of (seed, step, layer, token), so no result depends on the
-//! number of ranks. Ties go to the lowest expert id, and of tokens to the first. A choice that is
-//! dropped leaves its slot empty ([`crate::NO_EXPERT`]) with a weight of zero. Everything after the
-//! scores is computed in f64.
+//! A mixture layer's own op is the fast path of dropless top-k ([`crate::MoeRoute`]); this op is
+//! everything else, and equals it where both apply. A micro-batch is one call: capacity and
+//! statistics are its own, whoever computes it, and noise is a function of (seed, step, layer,
+//! token), so no result depends on the number of ranks. Ties go to the lowest expert id, and of
+//! tokens to the first. A choice that is dropped leaves its slot empty ([`crate::NO_EXPERT`]) with
+//! a weight of zero. Everything after the scores is computed in f64. On a GPU scores are fp32, with
+//! the bits of a CPU.
 
 use crate::buffer::Buffer;
 use crate::cuda::LayerError;
@@ -127,6 +128,8 @@ pub struct Gate {
     /// Output F64 [2]: z loss mean_t lse[t]^2 (ST-MoE, arXiv 2202.08906, eq. 5) and mean entropy
     /// mean_t -sum_e q ln q, q = p / sum p (the dynamic loss of Huang et al. 2024)
     pub losses: Buffer,
+    /// Of U8, [`Device::gate_workspace`] bytes: nothing is kept there
+    pub workspace: Buffer,
 }
 
 /// The gradient of <dweights, weights> + <dstats, statistics> + z_coef * z loss + entropy_coef *
@@ -141,21 +144,24 @@ pub struct GateBackward {
     pub dweights: Buffer,
     /// F64 [segments, 3, E]: by PROBS, IMPORTANCE and LOAD
     pub dstats: Buffer,
+    /// F32 [1], on the device: what `dweights` was multiplied by, and what all the rest is to be
+    /// multiplied by beside it; none is 1
+    pub loss_scale: Option<Buffer>,
     /// Output [T, E]
     pub dlogits: Buffer,
     /// Output [T, E], where the noise is learned
     pub d_raw: Option<Buffer>,
 }
 
-impl Gate {
-    /// What of this gate a GPU lacks, by name; None if it has all of it. A job asks before it runs:
-    /// the op panics. On a GPU scores are fp32.
-    pub fn unsupported(&self) -> Option<&'static str> {
-        crate::cuda::unsupported(self)
-    }
-}
-
 impl Device {
+    /// Bytes that a gate of [tokens, experts, K] works in.
+    pub fn gate_workspace(&self, sizes: [usize; 3]) -> usize {
+        match self {
+            Device::Cpu(_) => 0,
+            Device::Cuda(_) => crate::cuda::gate_workspace(sizes),
+        }
+    }
+
     /// Makes ready whatever `op` needs, such as kernels, so that the first step does not.
     pub fn gate_load(&mut self, op: &Gate) -> Result<(), LayerError> {
         match self {

@@ -15,6 +15,7 @@ pub enum Mask {
 }
 
 /// y (+)= x * m, m[t, d] a function of (seed, step, layer, token, d). Its gradient is the same op.
+/// On a GPU either of x and y may be F32 beside elements of 16 bits.
 #[derive(Clone, Copy, Debug)]
 pub struct MaskRows {
     pub rows: usize,
@@ -41,11 +42,12 @@ pub struct NormalizeRows {
     pub norm: Buffer,
 }
 
-/// dx = (dy - y <dy, y>) / norm; dy / 1e-12 where the norm is smaller.
+/// dx (+)= (dy - y <dy, y>) / norm; dy / 1e-12 where the norm is smaller.
 #[derive(Clone, Copy, Debug)]
 pub struct NormalizeRowsBackward {
     pub rows: usize,
     pub dim: usize,
+    pub accumulate: bool,
     /// [rows, dim]
     pub y: Buffer,
     /// F64 [rows]
@@ -66,10 +68,12 @@ pub struct Temper {
     pub x: Buffer,
 }
 
-/// dtemperature = <dx, x> (x as `Temper` left it, the sum in f64 in order), 0 above the bound; then
-/// dx *= e^min(temperature, ln 100).
+/// dtemperature (+)= <dx, x> (x as `Temper` left it, the sum in f64 in order), 0 above the bound;
+/// then dx *= e^min(temperature, ln 100).
 #[derive(Clone, Copy, Debug)]
 pub struct TemperBackward {
+    /// Of `d_temperature`
+    pub accumulate: bool,
     /// [1]
     pub temperature: Buffer,
     /// [any]
@@ -91,28 +95,28 @@ impl Device {
     pub fn normalize_rows(&mut self, op: &NormalizeRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.normalize_rows::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("normalize_rows"),
+            Device::Cuda(cuda) => cuda.normalize_rows(op),
         }
     }
 
     pub fn normalize_rows_backward(&mut self, op: &NormalizeRowsBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.normalize_rows_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("normalize_rows_backward"),
+            Device::Cuda(cuda) => cuda.normalize_rows_backward(op),
         }
     }
 
     pub fn temper(&mut self, op: &Temper) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.temper::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("temper"),
+            Device::Cuda(cuda) => cuda.temper(op),
         }
     }
 
     pub fn temper_backward(&mut self, op: &TemperBackward) {
         match self {
             Device::Cpu(cpu) => on_float!(op.x.dtype(), T => cpu.temper_backward::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("temper_backward"),
+            Device::Cuda(cuda) => cuda.temper_backward(op),
         }
     }
 }

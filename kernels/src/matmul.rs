@@ -64,6 +64,14 @@ impl Device {
         }
     }
 
+    /// A product whose F32 operands are exact whatever [`Device::set_tf32`] says: of a router.
+    pub fn exact_matmul(&mut self, op: &Matmul) {
+        match self {
+            Device::Cpu(cpu) => on_float!(op.c.dtype(), T => cpu.matmul::<T>(op)),
+            Device::Cuda(cuda) => cuda.exact_matmul(op),
+        }
+    }
+
     /// Whether a GPU may round F32 operands of products to 11 bits of mantissa (tf32), from the
     /// next op on. A CPU never does.
     pub fn set_tf32(&mut self, tf32: bool) {

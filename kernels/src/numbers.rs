@@ -11,6 +11,7 @@
 use crate::balance::BalanceLoss;
 use crate::buffer::{Buffer, DType};
 use crate::device::{Device, on_float};
+use crate::route::Scoring;
 use std::ops::Range;
 
 /// What a micro-batch's record holds.
@@ -40,13 +41,14 @@ pub mod tally {
 }
 
 /// entropy[0] = mean_t -sum_e q ln q, q = p / sum p, tokens ascending. Of a softmax that is
-/// lse - <p, logits>.
+/// lse - <p, logits>. A GPU makes the scores anew.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteEntropy {
     pub experts: usize,
-    pub softmax: bool,
-    /// [T, E]
+    pub scoring: Scoring,
+    /// [T, E]; on a GPU maybe empty
     pub probs: Buffer,
+    /// [T, E]
     pub logits: Buffer,
     /// [T]
     pub lse: Buffer,
@@ -117,22 +119,22 @@ pub struct MoveCorrections {
 impl Device {
     pub fn route_entropy(&mut self, op: &RouteEntropy) {
         match self {
-            Device::Cpu(cpu) => on_float!(op.probs.dtype(), T => cpu.route_entropy::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("route_entropy"),
+            Device::Cpu(cpu) => on_float!(op.logits.dtype(), T => cpu.route_entropy::<T>(op)),
+            Device::Cuda(cuda) => cuda.route_entropy(op),
         }
     }
 
     pub fn balance_losses(&mut self, op: &BalanceLosses) {
         match self {
             Device::Cpu(cpu) => cpu.balance_losses(op),
-            Device::Cuda(cuda) => cuda.lacks("balance_losses"),
+            Device::Cuda(cuda) => cuda.balance_losses(op),
         }
     }
 
     pub fn add_routing(&mut self, op: &AddRouting) {
         match self {
             Device::Cpu(cpu) => cpu.add_routing(op),
-            Device::Cuda(cuda) => cuda.lacks("add_routing"),
+            Device::Cuda(cuda) => cuda.add_routing(op),
         }
     }
 

@@ -56,6 +56,7 @@ fn gate(plan: &mut ArenaPlan, [tokens, experts, top_k, segments]: [usize; 4]) ->
         dropped,
         stats: plan.alloc(DType::F64, segments * balance::row::COUNT * experts),
         losses: plan.alloc(DType::F64, 2),
+        workspace: plan.alloc(DType::U8, 64 * tokens * (experts + top_k + 8)),
     }
 }
 
@@ -71,7 +72,16 @@ fn run(device: &mut Device, gate: &Gate, back: &GateBackward) -> Found {
         let bias_of = |e: usize| (e * 7 % 11) as f32 * 0.01;
         device.write(bias, &(0..experts).map(bias_of).collect::<Vec<f32>>());
     }
-    let positions: Vec<u32> = (0..tokens as u32).map(|t| t % 37).collect();
+    let first = u32::from(gate.before.is_some());
+    let positions: Vec<u32> = (0..tokens as u32).map(|t| (t + first) % 37).collect();
+    // With hysteresis the first two are experts.
+    device.write(gate.words, &(0..tokens as u32).map(|t| t * 7 % 16).collect::<Vec<u32>>());
+    if let LogitNoise::Learned { raw } = gate.noise {
+        device.write(raw, &normals(6, tokens * experts));
+    }
+    if let Some(scale) = back.loss_scale {
+        device.write(scale, &[8.0_f32]);
+    }
     device.write(gate.positions, &positions);
     device.write(back.dweights, &normals(2, tokens * gate.top_k));
     let dstats: Vec<f64> = normals(3, back.dstats.len()).into_iter().map(f64::from).collect();
@@ -109,24 +119,29 @@ fn run(device: &mut Device, gate: &Gate, back: &GateBackward) -> Found {
             ("stats", float(gate.stats)),
             ("losses", float(gate.losses)),
             ("dlogits", float(back.dlogits)),
+            ("d_raw", back.d_raw.map(float).unwrap_or_default()),
         ],
     }
 }
 
-fn check(name: &str, sizes: [usize; 4], vary: &dyn Fn(&mut Gate)) -> Vec<String> {
+fn check(name: &str, sizes: [usize; 4], vary: &dyn Fn(&mut Gate, Buffer)) -> Vec<String> {
     let mut plan = ArenaPlan::new();
     let mut gate = gate(&mut plan, sizes);
-    vary(&mut gate);
-    assert_eq!(gate.unsupported(), None, "{name}");
     let [tokens, experts, top_k, segments] = sizes;
+    let raw = plan.alloc(DType::F32, tokens * experts);
+    vary(&mut gate, raw);
+    let learned = matches!(gate.noise, LogitNoise::Learned { .. });
+    let d_raw = learned.then(|| plan.alloc(DType::F32, tokens * experts));
+    let scaled = gate.hysteresis > 0.0 || learned;
     let back = GateBackward {
         forward: gate,
         z_coef: 0.3,
         entropy_coef: if gate.scale > 2.0 { 0.2 } else { 0.0 },
         dweights: plan.alloc(DType::F32, tokens * top_k),
         dstats: plan.alloc(DType::F64, segments * 3 * experts),
+        loss_scale: scaled.then(|| plan.alloc(DType::F32, 1)),
         dlogits: plan.alloc(DType::F32, tokens * experts),
-        d_raw: None,
+        d_raw,
     };
     let mut cuda = Device::cuda(0, plan.bytes()).expect("device memory");
     let mut cpu = Device::cpu(2, plan.bytes()).expect("a CPU");
@@ -157,78 +172,83 @@ fn gates_choose_as_on_a_cpu() {
     if let Err(error) = Device::cuda(0, 256) {
         return eprintln!("skipped: gates_choose_as_on_a_cpu: no CUDA device: {error}");
     }
-    let plain = |gate: &mut Gate| gate.bias = None;
+    let plain = |gate: &mut Gate, _: Buffer| gate.bias = None;
     let mut failures = Vec::new();
-    let mut of = |name: &str, sizes, vary: &dyn Fn(&mut Gate)| {
+    let mut of = |name: &str, sizes, vary: &dyn Fn(&mut Gate, Buffer)| {
         failures.extend(check(name, sizes, vary));
     };
     of("top-k", [700, 64, 8, 7], &plain);
-    of("sigmoid, bias, groups", [513, 64, 6, 1], &|gate| {
+    of("sigmoid, bias, groups", [513, 64, 6, 1], &|gate, _| {
         gate.scoring = Scoring::Sigmoid;
         gate.groups = Some(RouteGroups { count: 8, kept: 3 });
         gate.scale = 2.5;
     });
-    of("bias, capacity", [600, 16, 2, 2], &|gate| gate.capacity = Some(60));
-    of("capacity by score", [600, 12, 3, 1], &|gate| {
-        plain(gate);
+    of("bias, capacity", [600, 16, 2, 2], &|gate, _| gate.capacity = Some(60));
+    of("capacity by score", [600, 12, 3, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.capacity = Some(100);
         gate.prioritized = true;
     });
-    of("noise", [300, 40, 4, 1], &|gate| {
-        plain(gate);
+    of("noise", [300, 40, 4, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.noise = LogitNoise::Normal { std: 0.7 };
         gate.norm_topk = false;
     });
-    of("a random second", [1000, 8, 2, 1], &|gate| {
-        plain(gate);
+    of("a random second", [1000, 8, 2, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.choice = Choice::RandomSecond;
         gate.capacity = Some(200);
     });
-    of("the fewest that reach a sum", [333, 24, 6, 1], &|gate| {
-        plain(gate);
+    of("the fewest that reach a sum", [333, 24, 6, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.choice = Choice::TopP { sum: 0.6 };
         gate.scale = 2.5;
     });
-    of("experts choose", [700, 32, 32, 1], &|gate| {
-        plain(gate);
+    of("experts choose", [700, 32, 32, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.choice = Choice::Experts { rows: 45 };
         gate.norm_topk = false;
     });
-    of("experts choose all", [20, 8, 8, 1], &|gate| {
-        plain(gate);
+    of("experts choose all", [20, 8, 8, 1], &|gate, raw| {
+        plain(gate, raw);
         gate.choice = Choice::Experts { rows: 50 };
     });
-    of("hysteresis", [500, 16, 2, 1], &|gate| {
+    of("hysteresis", [500, 16, 2, 1], &|gate, _| {
         gate.hysteresis = 0.05;
         gate.groups = Some(RouteGroups { count: 4, kept: 2 });
     });
-    of("without draws", [64, 8, 2, 1], &|gate| {
+    of("hysteresis from a token before", [70, 16, 2, 1], &|gate, _| {
+        gate.hysteresis = 0.05;
+        // The first position is none that begins a text.
+        gate.before = Some(gate.words.slice(0, 2));
+    });
+    of("hashed words", [300, 24, 3, 1], &|gate, raw| {
+        plain(gate, raw);
+        gate.choice = Choice::Hash { seed: 9, layer: 3 };
+        gate.norm_topk = false;
+        gate.capacity = Some(30);
+    });
+    of("Tutel's load", [500, 16, 2, 5], &|gate, raw| {
+        plain(gate, raw);
+        gate.noise = LogitNoise::Normal { std: 0.1 };
+        gate.load = Load::Tutel { std: 0.1 };
+    });
+    of("learned noise, Shazeer's load", [400, 40, 4, 2], &|gate, raw| {
+        plain(gate, raw);
+        (gate.noise, gate.load) = (LogitNoise::Learned { raw }, Load::Shazeer { raw });
+    });
+    of("learned noise, all experts", [40, 4, 4, 1], &|gate, raw| {
+        plain(gate, raw);
+        (gate.noise, gate.load) = (LogitNoise::Learned { raw }, Load::Shazeer { raw });
+        gate.norm_topk = false;
+    });
+    of("without d_s", [64, 8, 2, 1], &|gate, _| {
         gate.draw = None;
         gate.noise = LogitNoise::Normal { std: 1.0 };
         gate.choice = Choice::RandomSecond;
     });
     of("many experts", [50, 512, 16, 5], &plain);
     assert!(failures.is_empty(), "{failures:#?}");
-}
-
-#[test]
-fn what_a_gpu_lacks_is_told_by_name() {
-    let mut plan = ArenaPlan::new();
-    let base = gate(&mut plan, [4, 8, 2, 1]);
-    assert_eq!(base.unsupported(), None);
-    let raw = plan.alloc(DType::F32, 32);
-    for (gate, expected) in [
-        (Gate { choice: Choice::Hash { seed: 1, layer: 0 }, ..base }, "routing by hash"),
-        (
-            Gate { noise: LogitNoise::Learned { raw }, ..base },
-            "learned noise of logits",
-        ),
-        (Gate { load: Load::Tutel { std: 1.0 }, ..base }, "Tutel's estimate of load"),
-        (Gate { load: Load::Shazeer { raw }, ..base }, "Shazeer's estimate of load"),
-        (Gate { experts: 1024, ..base }, "more than 512 experts"),
-    ] {
-        assert_eq!(gate.unsupported(), Some(expected));
-    }
 }
 
 #[test]

@@ -347,6 +347,7 @@ fn extremes_stay_numbers() {
                         entropy_coef: 0.1,
                         dweights: bed.floats(&vec![0.5; t * k]),
                         dstats: bed.plan_f64(&dstats),
+                        loss_scale: None,
                         dlogits: bed.output(t * e),
                         d_raw,
                     };

@@ -70,6 +70,7 @@ impl Objective {
             entropy_coef: self.entropy,
             dweights: bed.floats(&self.dweights),
             dstats: bed.plan_f64(&dstats),
+            loss_scale: None,
             dlogits: bed.output(t * e),
             d_raw: self.case.learned.then(|| bed.output(t * e)),
         };
@@ -339,7 +340,10 @@ fn the_cosine_gate_and_masks() {
                 let bed = &mut Bed::f64();
                 let (y, norm, z, norms, temperature, x) = forward(inputs, bed);
                 let (dx, d_temperature) = (bed.floats(dy), bed.output(1));
-                bed.device.temper_backward(&TemperBackward { temperature, x, dx, d_temperature });
+                let accumulate = false;
+                bed.device.temper_backward(&TemperBackward {
+                    accumulate, temperature, x, dx, d_temperature,
+                });
                 let (dy, dz) = (bed.output(rows * dim), bed.output(experts * dim));
                 let product = |layout, m, n, k, b, c| {
                     Matmul { layout, m, n, k, accumulate: false, a: dx, b, c }
@@ -347,11 +351,11 @@ fn the_cosine_gate_and_masks() {
                 bed.device.matmul(&product(Layout::Nn, rows, dim, experts, z, dy));
                 bed.device.matmul(&product(Layout::Tn, experts, dim, rows, y, dz));
                 let (da, db) = (bed.output(rows * dim), bed.output(experts * dim));
-                let op = NormalizeRowsBackward { rows, dim, y, norm, dy, dx: da };
-                bed.device.normalize_rows_backward(&op);
-                let op =
-                    NormalizeRowsBackward { rows: experts, dim, y: z, norm: norms, dy: dz, dx: db };
-                bed.device.normalize_rows_backward(&op);
+                let both = [(rows, y, norm, dy, da), (experts, z, norms, dz, db)];
+                for (rows, y, norm, dy, dx) in both {
+                    let op = NormalizeRowsBackward { rows, dim, accumulate, y, norm, dy, dx };
+                    bed.device.normalize_rows_backward(&op);
+                }
                 vec![bed.get(da), bed.get(db), bed.get(d_temperature)]
             },
         );
@@ -402,6 +406,7 @@ fn the_gate_gives_the_same_bits_everywhere() {
                 entropy_coef: 0.2,
                 dweights: bed.input(t * k),
                 dstats: bed.plan_f64(&dstats),
+                loss_scale: None,
                 dlogits: bed.output(t * e),
                 d_raw: learned.then(|| bed.output(t * e)),
             };

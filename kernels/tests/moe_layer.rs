@@ -7,7 +7,7 @@ use cuda_common::bed::desc;
 use cuda_common::{Inputs, error, reference};
 use half::{bf16, f16};
 use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Stacked, Weights,
+    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Stacked, Weights,
 };
 use moejob_kernels::{
     ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, MoeHidden, Route, RouteGroups,
@@ -86,7 +86,6 @@ fn check_scaled(
     let mut gradient = |len| plan.alloc(desc.gradient_element(), len);
     let (dw_up, dw_down) = (gradient(up.len()), gradient(down.len()));
     let dw_router = plan.alloc(desc.router_element(), experts * dim);
-    let (losses, loads) = (plan.alloc(DType::F64, 2), plan.alloc(DType::F64, experts));
     let loss_scale = scale.map(|_| plan.alloc(DType::F32, 1));
     assert!(plan.bytes() <= ARENA_BYTES, "{name} needs {} bytes", plan.bytes());
     let dense = |buffer| Stacked::dense(buffer, experts);
@@ -110,14 +109,11 @@ fn check_scaled(
         write(device, gradient, &vec![1.0; gradient.len()]);
     }
     let one = if accumulate { 1.0 } else { 0.0 };
-    let numbers = Some(MoeNumbers { losses, loads });
-    device.write(losses, &[1.0, 2.0]);
-    device.write(loads, &vec![3.0; experts]);
     if let (Some(at), Some(scale)) = (loss_scale, scale) {
         device.write(at, &[scale]);
     }
     let (residual, saved) = (None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
     device.moe_forward(&MoeForward { desc, tensors, out });
     let hidden = [saved.h, saved.a].map(|rows| rows.reinterpret(DType::U8));
     let first = hidden.map(|rows| device.read_vec::<u8>(rows));
@@ -129,11 +125,9 @@ fn check_scaled(
     device.finish().expect("the layer ran");
     let ids: Vec<u32> = device.read_vec(planned.saved.ids);
     let expected = reference(&desc, &inputs, &ids);
-    let own: Vec<f64> = device.read_vec(planned.saved.losses);
-    assert_eq!(device.read_vec::<f64>(losses), [1.0 + own[0], 2.0 + own[1]], "{name}");
-    let load = |e: u32| 3.0 + ids.iter().filter(|id| **id == e).count() as f64;
-    let loads_expected: Vec<f64> = (0..experts as u32).map(load).collect();
-    assert_eq!(device.read_vec::<f64>(loads), loads_expected, "{name}");
+    let count = |e: u32| ids.iter().filter(|id| **id == e).count() as u32;
+    let counts: Vec<u32> = (0..experts as u32).map(count).collect();
+    assert_eq!(device.read_vec::<u32>(planned.saved.counts), counts, "{name}");
     let (routed, products) = match element {
         DType::F64 => (1e-12, 1e-12),
         DType::F32 => (1e-5, 1e-5),
@@ -228,8 +222,8 @@ fn gradients_of(
         let values: Vec<f64> = values.iter().map(|x| x * 1.1).collect();
         write(device, buffer, &values);
     }
-    let (residual, numbers, loss_scale, saved) = (None, None, None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+    let (residual, loss_scale, saved) = (None, None, planned.saved);
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
     device.finish().expect("the layer ran");
@@ -352,8 +346,8 @@ fn check_choice(device: &mut Device, desc: MoeDesc, spread: f32, biased: bool) {
     device.write(bias, &corrections);
     let bias = biased.then_some(bias);
     let weights = Weights { router, bias, up, down };
-    let (residual, numbers, loss_scale, saved) = (None, None, None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+    let (residual, loss_scale, saved) = (None, None, planned.saved);
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.finish().expect("the layer ran");
     let logits: Vec<f32> = device.read_vec(saved.logits);

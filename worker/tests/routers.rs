@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::routers::routers;
 use common::{Job, bits, sources, state_hash, trainers};
 use moe_worker::engine::eval::{Measurer, evaluate};
 use moe_worker::engine::forward::Pass;
@@ -18,75 +19,12 @@ use moejob_protocol::config::{Precision, Resume};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss, CosineConfig, ModelConfig, RouterConfig, RouterKind,
+    AuxLossScope, BalanceLoss, ModelConfig, RouterConfig, RouterKind,
 };
 use moejob_protocol::report::StepReport;
 
 fn layout(dp: u32, ep: u32) -> Layout {
     Layout::contiguous(Mesh::data_parallel(dp, ep))
-}
-
-/// Each router with everything it has.
-fn routers() -> Vec<(&'static str, u32, RouterConfig)> {
-    let of = |kind, balance_loss| RouterConfig {
-        kind,
-        balance_loss,
-        aux_loss_coef: if balance_loss == BalanceLoss::None { 0.0 } else { 0.02 },
-        ..RouterConfig::default()
-    };
-    let capacity = |factor, config: RouterConfig| RouterConfig {
-        capacity_factor: factor,
-        eval_capacity_factor: factor,
-        ..config
-    };
-    let switch = RouterConfig {
-        jitter: 0.1,
-        norm_topk_prob: false,
-        aux_loss_scope: AuxLossScope::Sequence,
-        ..capacity(1.0, of(RouterKind::Switch, BalanceLoss::Switch))
-    };
-    let tutel = RouterConfig {
-        jitter: 0.05,
-        input_dropout: 0.1,
-        gate_noise: 1.0,
-        batch_prioritized: true,
-        cosine: Some(CosineConfig { projection_size: 6, initial_temperature: 0.5 }),
-        ..capacity(-1.0, of(RouterKind::Tutel, BalanceLoss::LoadImportance))
-    };
-    let top_p = RouterConfig {
-        top_p: 0.45,
-        entropy_loss_coef: 0.01,
-        norm_topk_prob: false,
-        aux_loss_scope: AuxLossScope::Global,
-        ..of(RouterKind::TopP, BalanceLoss::Kl)
-    };
-    let global = RouterConfig {
-        aux_loss_scope: AuxLossScope::Global,
-        bias: true,
-        ..of(RouterKind::TopK, BalanceLoss::Switch)
-    };
-    let hysteresis = RouterConfig {
-        hysteresis: 0.01,
-        bias: true,
-        jitter: 0.1,
-        ..capacity(1.2, of(RouterKind::TopK, BalanceLoss::Switch))
-    };
-    let all_layers = RouterConfig {
-        aux_loss_scope: AuxLossScope::Hf,
-        ..of(RouterKind::TopK, BalanceLoss::Switch)
-    };
-    vec![
-        ("switch", 1, switch),
-        ("gshard", 2, capacity(0.8, of(RouterKind::Gshard, BalanceLoss::Gshard))),
-        ("tutel", 2, tutel),
-        ("noisy", 2, of(RouterKind::NoisyTopK, BalanceLoss::CvSquared)),
-        ("top-p", 3, top_p),
-        ("experts choose", 2, of(RouterKind::ExpertChoice, BalanceLoss::None)),
-        ("hash", 2, of(RouterKind::Hash, BalanceLoss::None)),
-        ("global", 2, global),
-        ("hysteresis", 2, hysteresis),
-        ("all layers", 2, all_layers),
-    ]
 }
 
 fn job(layout: Layout, top_k: u32, router: &RouterConfig) -> Job {
@@ -101,10 +39,10 @@ fn told(reports: &[StepReport]) -> Vec<([u64; 5], [u64; 4], Vec<Vec<u64>>)> {
     let routing = reports.iter().map(|report| {
         let routing = &report.routing;
         let shares = [
-            routing.router_entropy.expect("a CPU measures it"),
+            routing.router_entropy.expect("it is measured"),
             routing.dropped_tokens,
             routing.unrouted_tokens,
-            routing.expert_switches.expect("a CPU measures it"),
+            routing.expert_switches.expect("it is measured"),
         ];
         (shares.map(f64::to_bits), routing.tokens_per_expert.clone())
     });
@@ -178,7 +116,7 @@ fn what_is_told_of_the_routing_adds_up() {
                     assert_eq!(all, tokens * u64::from(top_k), "{name}");
                 }
             }
-            let switches = routing.expert_switches.expect("a CPU measures it");
+            let switches = routing.expert_switches.expect("it is measured");
             assert!((0.0..=1.0).contains(&switches), "{name}: {routing:?}");
             let held_out = report.validation_loss.is_some();
             let churns = held_out && report.step > 4;

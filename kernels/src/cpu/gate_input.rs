@@ -57,7 +57,8 @@ impl CpuDevice {
             let dot = y.iter().zip(dy).fold(0.0, |sum, (y, dy)| y.wide().mul_add(dy.wide(), sum));
             let along = if clamped { 0.0 } else { dot };
             for ((dx, dy), y) in dx.iter_mut().zip(dy).zip(y) {
-                *dx = T::of((dy.wide() - y.wide() * along) / norm.larger(NORM_MIN));
+                let own = T::of((dy.wide() - y.wide() * along) / norm.larger(NORM_MIN));
+                *dx = if op.accumulate { *dx + own } else { own };
             }
         }
     }
@@ -78,7 +79,8 @@ impl CpuDevice {
         let d_temperature: &mut [T] = views.write(op.d_temperature);
         let (scale, moves) = scale_of(temperature[0].wide());
         let dot = x.iter().zip(&*dx).fold(0.0, |sum, (x, dx)| x.wide().mul_add(dx.wide(), sum));
-        d_temperature[0] = T::of(if moves { dot } else { 0.0 });
+        let own = T::of(if moves { dot } else { 0.0 });
+        d_temperature[0] = if op.accumulate { d_temperature[0] + own } else { own };
         dx.iter_mut().for_each(|dx| *dx = T::of(dx.wide() * scale));
     }
 }

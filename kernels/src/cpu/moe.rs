@@ -569,14 +569,6 @@ fn route(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors) {
     }
     set(device, saved.losses, &losses);
     set(device, saved.counts, &counts);
-    let Some(numbers) = tensors.numbers else { return };
-    numbers.check(experts);
-    let mut sums: Vec<f64> = held(device, numbers.losses);
-    sums.iter_mut().zip(losses).for_each(|(sum, own)| *sum += own);
-    set(device, numbers.losses, &sums);
-    let mut loads: Vec<f64> = held(device, numbers.loads);
-    loads.iter_mut().zip(counts).for_each(|(sum, own)| *sum += f64::from(own));
-    set(device, numbers.loads, &loads);
 }
 
 /// From the gradient of each slot's weight to that of the logits, and dx of that.

@@ -6,6 +6,7 @@ use crate::numbers::{
     AddRouting, BalanceLosses, MoveCorrections, RouteEntropy, SumRows, tally,
 };
 use crate::place::NO_EXPERT;
+use crate::route::Scoring;
 use crate::step_numbers::StepNumbers;
 use std::cmp::Ordering;
 
@@ -20,7 +21,10 @@ impl CpuDevice {
         assert_eq!((probs.len(), logits.len(), entropy.len()), (size, size, 1), "{op:?}");
         let rows = probs.chunks_exact(op.experts).zip(logits.chunks_exact(op.experts)).zip(lse);
         let sum = rows.fold(0.0, |sum, ((probs, logits), lse)| {
-            sum + if op.softmax { of_softmax(probs, logits, *lse) } else { of_shares(probs) }
+            sum + match op.scoring {
+                Scoring::Softmax => of_softmax(probs, logits, *lse),
+                Scoring::Sigmoid => of_shares(probs),
+            }
         });
         entropy[0] = sum / lse.len() as f64;
     }

@@ -4,7 +4,7 @@ use super::driver::{Arena, Stream};
 use super::error::CudaError;
 use super::gemm::{GemmArgs, Output};
 use super::layer::{Gradients, MoeLayer, MoeTensors, Stacked};
-use super::route::{CombineCall, NumbersAt, RouteBuffers};
+use super::route::{CombineCall, RouteBuffers};
 use super::shape::MoeDesc;
 use super::tensor_map::Matrix;
 use crate::buffer::{Buffer, DType};
@@ -48,11 +48,6 @@ impl<'a> Call<'a> {
             segment_counts: arena.address(saved.segment_counts),
             prob_sums: arena.address(saved.prob_sums),
             losses: arena.address(saved.losses),
-            numbers: tensors.numbers.map_or(NumbersAt::default(), |numbers| {
-                numbers.check(layer.desc.experts);
-                let (losses, loads) = (arena.address(numbers.losses), numbers.loads);
-                NumbersAt { losses, loads: arena.address(loads) }
-            }),
         };
         Call { layer, stream, arena, tensors, route }
     }

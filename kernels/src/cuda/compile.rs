@@ -314,6 +314,10 @@ mod tests {
                 sources.extend(configs.iter().map(GemmConfig::source));
                 sources.insert(desc.route().source(arch.target()));
                 sources.insert(desc.route().rows_source(arch.target()));
+                // Experts that choose leave a slot for each of them.
+                let all = MoeDesc { top_k: 40, ..desc };
+                sources.insert(all.route().rows_source(arch.target()));
+                sources.insert(super::super::here::source(all.top_k, arch.target()));
             }
         }
         check_that_all_compile("the_kernels_of_layers_compile", sources);

@@ -99,10 +99,18 @@ impl CudaDevice {
     }
 
     pub(crate) fn matmul(&mut self, op: &Matmul) {
+        self.product(op, self.dense.tf32);
+    }
+
+    pub(crate) fn exact_matmul(&mut self, op: &Matmul) {
+        self.product(op, false);
+    }
+
+    fn product(&mut self, op: &Matmul, tf32: bool) {
         let shape = DenseShape {
             output: op.c.dtype(),
             accumulate: op.accumulate,
-            tf32: self.dense.tf32,
+            tf32,
             ..DenseShape::new(op.layout, [op.m, op.n, op.k], op.a.dtype())
         };
         self.on_products(|products, stream, arena| {

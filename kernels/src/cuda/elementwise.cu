@@ -195,10 +195,10 @@ init_normal_strided(element* x, u64 len, u64 seed, u64 name, u64 first, u64 from
 }
 
 // y (+)= x m: see src/gate_input.rs. A block of four neighbours of a row a thread; `place`, `step`
-// and `token` are words of the counter, `p` is the mask's parameter.
+// and `token` are words of the counter, `p` is the mask's parameter. Either may be fp32.
 extern "C" __global__ void __launch_bounds__(256)
-mask_rows(const element* x, element* y, int rows, int dim, int dropout, double p, u64 seed,
-          u32 place, u32 step, u32 token, int accumulate) {
+mask_rows(const void* x, int wide_x, void* y, int wide_y, int rows, int dim, int dropout, double p,
+          u64 seed, u32 place, u32 step, u32 token, int accumulate) {
   const int blocks = (dim + 3) / 4;
   const u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x;
   if (at >= (u64)rows * blocks) return;
@@ -210,7 +210,7 @@ mask_rows(const element* x, element* y, int rows, int dim, int dropout, double p
     const double jitter = __dadd_rn(1.0 - p, __dmul_rn(2.0 * p, u));
     const double factor = dropout ? (u < p ? 0.0 : __ddiv_rn(1.0, 1.0 - p)) : jitter;
     const u64 to = (u64)row * dim + 4 * block + i;
-    const float masked = (float)__dmul_rn((double)as_float(x[to]), factor);
-    y[to] = as_element(accumulate ? as_float(y[to]) + masked : masked);
+    const float masked = (float)__dmul_rn((double)load_either(x, wide_x, to), factor);
+    store_either(y, wide_y, to, accumulate ? load_either(y, wide_y, to) + masked : masked);
   }
 }

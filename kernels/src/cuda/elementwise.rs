@@ -42,6 +42,9 @@ fn rounded(element: DType, x: f64) -> f32 {
 impl CudaDevice {
     pub(crate) fn add(&mut self, op: &Add) {
         let (element, len) = (op.a.dtype(), op.a.len());
+        if element == DType::F64 {
+            return self.add_doubles(op);
+        }
         self.enqueue(|to| {
             let (a, (b, _)) = (to.at(op.a), to.either(op.b, element, len));
             let whole = all_whole(&[a, b]);
@@ -140,9 +143,11 @@ impl CudaDevice {
 
     pub(crate) fn mask_rows(&mut self, op: &MaskRows) {
         let MaskRows { rows, dim, mask, draw, accumulate, x, y } = *op;
-        let element = x.dtype();
+        // One of the two may be fp32 beside elements.
+        let element = if x.dtype() == DType::F32 { y.dtype() } else { x.dtype() };
         self.enqueue(|to| {
-            let [x, y] = [x, y].map(|buffer| to.of(buffer, element, rows * dim));
+            let [(x, wide_x), (y, wide_y)] =
+                [x, y].map(|buffer| to.either(buffer, element, rows * dim));
             let (site, p) = match mask {
                 Mask::Jitter { eps } => (Site::Jitter, eps),
                 Mask::Dropout { p } => (Site::Dropout, p),
@@ -154,7 +159,8 @@ impl CudaDevice {
             let (kernel, accumulate) =
                 ((Unit::Elementwise { element }, "mask_rows"), i32::from(accumulate));
             let parameters = parameters![
-                x, y, rows, dim, dropout, p, seed, place, step, token, accumulate
+                x, wide_x, y, wide_y, rows, dim, dropout, p, seed, place, step, token,
+                accumulate
             ];
             // SAFETY: the parameters are those of `mask_rows`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters) }

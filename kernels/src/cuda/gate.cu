@@ -1,13 +1,14 @@
 // The routers beyond dropless top-k: noise, choice, capacity, weights, statistics, backward.
 //
-// Host macros: EXPERTS, TOP_K, CHOICE, SIGMOID, NORM_TOP_K, GROUPS, GROUPS_KEPT, HELD (hysteresis).
-// Scores are fp32, everything after them f64, as on the CPU. A warp a token where not said else;
-// nothing uses atomics but counts of a histogram, so every result has one value.
+// Host macros: EXPERTS, TOP_K, CHOICE, SIGMOID, NORM_TOP_K, GROUPS, GROUPS_KEPT, HELD (hysteresis),
+// LOAD. Scores are fp32, everything after them f64, as on the CPU. A warp a token where not said
+// else; nothing uses atomics but counts of a histogram, so every result has one value.
 #define TOP_K_CHOICE 0
 #define RANDOM_SECOND 1
 #define TOP_P 2
 #define EXPERTS_CHOOSE 3
-constexpr int PER_LANE = (EXPERTS + 31) / 32, WARPS = 4;
+#define HASHED 4
+constexpr int WARPS = 4;
 constexpr u32 NO_EXPERT = 0xffffffffu;
 constexpr double TOP_K_SUM_MIN = 1e-20, PROB_MIN = 1e-300;
 
@@ -19,10 +20,6 @@ __device__ __forceinline__ u64 ordered_f64(double x) {
   const u64 bits = __double_as_longlong(x);
   return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
-__device__ __forceinline__ double warp_sum_f64(double x) {
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 __device__ __forceinline__ double block_sum_f64(double x, double* shared) {
   x = warp_sum_f64(x);
   __syncthreads();
@@ -33,35 +30,70 @@ __device__ __forceinline__ double block_sum_f64(double x, double* shared) {
   return sum;
 }
 
-// noisy = logits + std * normal, rounded once; probs and lse of that.
+// noisy = logits + noise, rounded once; probs and lse of that. The noise has the deviation `std`,
+// or where it is learned softplus(raw).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_scores(const float* logits, int tokens, Draw draw, double std, float* noisy, float* probs,
-            float* lse) {
+gate_scores(const float* logits, const float* raw, int tokens, Draw draw, double std, float* noisy,
+            float* probs, float* lse) {
   const int lane = threadIdx.x & 31, t = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (t >= tokens) return;
-  float x[PER_LANE], top = __int_as_float(0xff800000), total = 0.f;
+  const u64 row = (u64)t * EXPERTS;
+  const bool moves = draw.live && (raw || std != 0.0);
+  float x[PER_LANE], p[PER_LANE], top = __int_as_float(0xff800000);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int e = lane + 32 * i;
     x[i] = __int_as_float(0xff800000);
     if (e < EXPERTS) {
-      x[i] = logits[(u64)t * EXPERTS + e];
-      if (draw.live && std != 0.0)
-        x[i] = (float)__dadd_rn((double)x[i], __dmul_rn(normal_of(draw, SITE_LOGITS, t, e), std));
-      noisy[(u64)t * EXPERTS + e] = x[i];
+      x[i] = logits[row + e];
+      if (moves) {
+        const double deviation = raw ? softplus(raw[row + e]) : std;
+        const double noise = __dmul_rn(normal_of(draw, SITE_LOGITS, t, e), deviation);
+        x[i] = (float)__dadd_rn((double)x[i], noise);
+      }
+      noisy[row + e] = x[i];
     }
     top = fmaxf(top, x[i]);
   }
   top = warp_max(top);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++) total += lane + 32 * i < EXPERTS ? expf(x[i] - top) : 0.f;
-  total = warp_sum(total);
+  for (int i = 0; i < PER_LANE; i++) p[i] = exp_as_cpu(__fsub_rn(x[i], top));
+  const float total = row_sum_as_cpu(p, lane);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++)
     if (lane + 32 * i < EXPERTS)
-      probs[(u64)t * EXPERTS + lane + 32 * i] =
-          SIGMOID ? 1.f / (1.f + expf(-x[i])) : expf(x[i] - top) / total;
+      probs[row + lane + 32 * i] = SIGMOID ? sigmoid_as_cpu(x[i]) : __fdiv_rn(p[i], total);
   if (lane == 0) lse[t] = top + logf(total);
+}
+
+// Hashed words: the first K of a shuffle that (seed, layer, word) decides, as ranked [T, K], each
+// with the score 1 / K.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+gate_hash(const u32* words, int tokens, Draw draw, float* noisy, float* probs, float* lse,
+          u32* ranked) {
+  __shared__ u16 tables[WARPS][EXPERTS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.x * WARPS + warp;
+  if (t >= tokens) return;
+  const u64 row = (u64)t * EXPERTS;
+  u16* const table = tables[warp];
+  for (int e = lane; e < EXPERTS; e += 32) {
+    table[e] = e;
+    probs[row + e] = noisy[row + e] = 0.f;
+  }
+  __syncwarp();
+  if (lane > 0) return;
+  lse[t] = 0.f;
+  for (int slot = 0; slot < TOP_K; slot++) {
+    const int left = EXPERTS - slot;
+    const uint4 all = words_of(draw, SITE_TABLE, words[t], slot / 4);
+    const u32 four[4] = {all.x, all.y, all.z, all.w};
+    const int at = slot + min((int)__dmul_rn(uniform_of(four[slot % 4]), left), left - 1);
+    const u16 found = table[at];
+    table[at] = table[slot];
+    table[slot] = found;
+    ranked[(u64)t * TOP_K + slot] = found;
+    probs[row + found] = (float)(1.0 / TOP_K);
+  }
 }
 
 // Whether each group is kept, as bits: the GROUPS_KEPT with the largest sum of two choices, ties
@@ -96,9 +128,10 @@ __device__ __forceinline__ u32 kept_groups(const double* choice, int lane) {
 }
 
 // ranked [T, K]: a token's choices, the best first; ties go to the lowest id. With hysteresis a
-// warp goes through a whole sequence.
+// warp goes through a whole sequence; `before` [K] are the choices of the position before the first
+// token, or null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_choose(const float* probs, const float* bias, const u32* positions,
+gate_choose(const float* probs, const float* bias, const u32* positions, const u32* before,
             int tokens, double hysteresis, double sum_wanted, u32* ranked) {
   __shared__ double choices[WARPS][EXPERTS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -112,9 +145,10 @@ gate_choose(const float* probs, const float* bias, const u32* positions,
       choice[e] = bias ? p + bias[e] : p;
     }
     __syncwarp();
-    if (HELD && !first) {
-      for (int k = lane; k < TOP_K; k += 32)
-        choice[ranked[(u64)(t - 1) * TOP_K + k]] += hysteresis;
+    const u32* held = first ? before : ranked + (u64)(t - 1) * TOP_K;
+    if (first && (t > 0 || positions[0] == 0)) held = nullptr;
+    if (HELD && held) {
+      for (int k = lane; k < TOP_K; k += 32) choice[held[k]] += hysteresis;
       __syncwarp();
     }
     const u32 kept = kept_groups(choice, lane);
@@ -311,16 +345,20 @@ __device__ __forceinline__ Sums token_sums(const float* probs, const u32* chosen
   return {normed ? sum : 1.0, SIGMOID ? fmax(all, TOP_K_SUM_MIN) : 1.0, normed};
 }
 
-// chosen and ids by ascending id, weights, first choices; of each token its total and its part of
-// the losses: parts f64 [T, 3].
+// What is kept of a token between kernels: PARTS doubles. They are the sum of its scores, its parts
+// of the losses, and what its load is estimated from (gate_load.cu).
+constexpr int PARTS = LOAD == NO_LOAD ? 3 : 6;
+
+// chosen and ids by ascending id, weights, first choices; parts [T, PARTS] of each token.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_finish(const float* probs, const float* lse, const u32* ranked, const u8* kept, int tokens,
-            double scale, u32* chosen, u32* ids, float* weights, u32* first, double* parts) {
+gate_finish(const float* logits, const float* noisy, const float* probs, const float* lse,
+            const u32* ranked, const u8* kept, int tokens, double scale, u32* chosen, u32* ids,
+            float* weights, u32* first, double* parts) {
   const int lane = threadIdx.x & 31, t = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (t >= tokens) return;
   const u32* from = ranked + (u64)t * TOP_K;
-  const u64 at = (u64)t * TOP_K;
-  probs += (u64)t * EXPERTS;
+  const u64 at = (u64)t * TOP_K, row = (u64)t * EXPERTS;
+  probs += row;
   int taken = 0;
   for (int k = lane; k < TOP_K; k += 32) taken += from[k] != NO_EXPERT;
   taken = __reduce_add_sync(~0u, taken);
@@ -352,66 +390,91 @@ gate_finish(const float* probs, const float* lse, const u32* ranked, const u8* k
     const u64 other = __shfl_xor_sync(~0u, best, step);
     best = other > best ? other : best;
   }
+  const Basis basis = basis_of(logits + row, noisy + row, sums.divisor, lane);
   if (lane > 0) return;
   first[t] = CHOICE == EXPERTS_CHOOSE ? ~(u32)best : from[0];
-  parts[3 * (u64)t] = sums.total;
-  parts[3 * (u64)t + 1] = (double)lse[t] * lse[t];
-  parts[3 * (u64)t + 2] = entropy;
+  double* const own = parts + PARTS * (u64)t;
+  own[0] = sums.total;
+  own[1] = (double)lse[t] * lse[t];
+  own[2] = entropy;
+  if (LOAD != NO_LOAD) own[3] = basis.a, own[4] = basis.b, own[5] = basis.c;
 }
 
-// Blocks (expert, segment): FIRST, CHOSEN and PROBS of stats [segments, 5, E], the rest zero. The
-// expert behind the last: losses, the means of lse^2 and of the entropy.
+// Blocks (expert, segment): stats [segments, 5, E], whose rows balance.rs names. The expert behind
+// the last: losses, the means of lse^2 and of the entropy.
 extern "C" __global__ void __launch_bounds__(256)
-gate_statistics(const float* probs, const u32* chosen, const u32* first, const double* parts,
-                int tokens, int segments, double* stats, double* losses) {
+gate_statistics(const float* logits, const float* noisy, const float* raw, const float* probs,
+                const u32* chosen, const u32* first, const double* parts, int tokens,
+                int segments, double std, double* stats, double* losses) {
   __shared__ double sums[8];
   const int e = blockIdx.x, segment = blockIdx.y, count = tokens / segments;
   if (e == EXPERTS) {
     if (segment > 0) return;
     for (int i = 1; i < 3; i++) {
       double sum = 0.0;
-      for (int t = threadIdx.x; t < tokens; t += 256) sum += parts[3 * (u64)t + i];
+      for (int t = threadIdx.x; t < tokens; t += 256) sum += parts[PARTS * (u64)t + i];
       sum = block_sum_f64(sum, sums);
       if (threadIdx.x == 0) losses[i - 1] = sum / tokens;
     }
     return;
   }
-  double firsts = 0.0, choices = 0.0, shares = 0.0;
+  double firsts = 0.0, choices = 0.0, shares = 0.0, importance = 0.0, load = 0.0;
   for (int i = threadIdx.x; i < count; i += 256) {
-    const u64 t = (u64)segment * count + i;
+    const u64 t = (u64)segment * count + i, at = t * EXPERTS;
+    const double* own = parts + PARTS * t;
+    bool took = false;
+    for (int k = 0; k < TOP_K; k++) took |= chosen[t * TOP_K + k] == e;
     firsts += first[t] == e;
-    for (int k = 0; k < TOP_K; k++) choices += chosen[t * TOP_K + k] == e;
-    shares += probs[t * EXPERTS + e] / parts[3 * t];
+    choices += took;
+    shares += probs[at + e] / own[0];
+    if (LOAD == NO_LOAD) continue;
+    const Basis basis = {own[3], own[4], own[5]};
+    load += load_of(basis, logits + at, noisy + at, raw ? raw + at : nullptr, e, std);
+    if (LOAD == SHAZEER) importance += took ? probs[at + e] / basis.c : 0.0;
+    else importance += share_of(basis, logits[at + e]);
   }
   firsts = block_sum_f64(firsts, sums);
   choices = block_sum_f64(choices, sums);
   shares = block_sum_f64(shares, sums);
+  if (LOAD != NO_LOAD) {
+    importance = block_sum_f64(importance, sums);
+    load = block_sum_f64(load, sums);
+  }
   if (threadIdx.x > 0) return;
   double* out = stats + (u64)segment * 5 * EXPERTS + e;
   out[0] = firsts;
   out[EXPERTS] = choices;
   out[2 * EXPERTS] = shares;
-  out[3 * EXPERTS] = out[4 * EXPERTS] = 0.0;
+  out[3 * EXPERTS] = importance;
+  out[4 * EXPERTS] = load;
 }
 
-// dlogits: through weights, mean scores, entropy and z loss, all in f64.
+// dlogits, and d_raw unless it is null: through weights, mean scores, entropy, z loss and estimated
+// loads, all in f64. The losses count `loss_scale` times, unless that is null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-gate_backward(const float* noisy, const float* probs, const float* lse, const u32* chosen,
-              const u32* ids, const float* dweights, const double* dstats, int tokens,
-              int segment_tokens, double scale, double z, double entropy, float* dlogits) {
+gate_backward(const float* logits, const float* noisy, const float* raw, const float* probs,
+              const float* lse, const u32* chosen, const u32* ids, const float* dweights,
+              const double* dstats, Draw draw, int tokens, int segment_tokens, double std,
+              double scale, double z, double entropy, const float* loss_scale, float* dlogits,
+              float* d_raw) {
   __shared__ double by_score[WARPS][EXPERTS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.x * WARPS + warp;
   if (t >= tokens) return;
-  const u64 at = (u64)t * TOP_K;
-  probs += (u64)t * EXPERTS;
-  noisy += (u64)t * EXPERTS;
+  const u64 at = (u64)t * TOP_K, row = (u64)t * EXPERTS;
+  probs += row;
+  noisy += row;
+  logits += row;
+  const double times = loss_scale ? *loss_scale : 1.0;
+  entropy *= times;
   double* d = by_score[warp];
   const Sums sums = token_sums(probs, chosen + at, lane);
   const double* by_probs = dstats + (u64)(t / segment_tokens) * 3 * EXPERTS;
+  const double *by_importance = by_probs + EXPERTS, *by_load = by_importance + EXPERTS;
   double mean = 0.0;
   for (int e = lane; e < EXPERTS; e += 32) {
     const double share = probs[e] / sums.total;
-    d[e] = by_probs[e] - (entropy == 0.0 ? 0.0 : entropy * (log(fmax(share, PROB_MIN)) + 1.0));
+    const double of_entropy = entropy == 0.0 ? 0.0 : entropy * (log(fmax(share, PROB_MIN)) + 1.0);
+    d[e] = times * by_probs[e] - of_entropy;
     mean += d[e] * share;
   }
   if (SIGMOID) {  // share = score / total
@@ -421,7 +484,9 @@ gate_backward(const float* noisy, const float* probs, const float* lse, const u3
   __syncwarp();
   double inner = 0.0;
   const auto by_weight = [&](int k) {
-    return ids[at + k] != NO_EXPERT ? scale * dweights[at + k] : 0.0;
+    double sum = ids[at + k] != NO_EXPERT ? scale * dweights[at + k] : 0.0;
+    if (LOAD == SHAZEER) sum += times * by_importance[chosen[at + k]];
+    return sum;
   };
   for (int k = lane; k < TOP_K; k += 32)
     if (chosen[at + k] != NO_EXPERT)
@@ -433,11 +498,22 @@ gate_backward(const float* noisy, const float* probs, const float* lse, const u3
   double dot = 0.0;
   for (int e = lane; e < EXPERTS; e += 32) dot += d[e] * probs[e];
   dot = warp_sum_f64(dot);
-  const double by_z = z * lse[t];
+  const double by_z = times * z * lse[t];
+  const Basis basis = basis_of(logits, noisy, sums.divisor, lane);
+  const Thresholds lost = thresholds_of(basis, logits, noisy, raw ? raw + row : nullptr,
+                                        by_importance, by_load, times, std, lane);
   for (int e = lane; e < EXPERTS; e += 32) {
     const double p = probs[e];
-    const double out = SIGMOID ? d[e] * p * (1.0 - p) + by_z * exp((double)noisy[e] - lse[t])
-                               : p * (d[e] - dot + by_z);
-    dlogits[(u64)t * EXPERTS + e] = (float)out;
+    const double through_noise =
+        (SIGMOID ? d[e] * p * (1.0 - p) + by_z * exp((double)noisy[e] - lse[t])
+                 : p * (d[e] - dot + by_z)) -
+        lost.at(basis, e);
+    const Slopes own = slopes_of(basis, logits, noisy, raw ? raw + row : nullptr, by_importance,
+                                 by_load, times, std, lost, e);
+    dlogits[row + e] = (float)(through_noise + own.logit);
+    if (!d_raw) continue;
+    const double slope = sigmoid_f64(raw[row + e]);
+    const double noise = draw.live ? normal_of(draw, SITE_LOGITS, t, e) : 0.0;
+    d_raw[row + e] = (float)((own.deviation + through_noise * noise) * slope);
   }
 }

@@ -1,5 +1,7 @@
 //! The routers beyond dropless top-k: see [`crate::Gate`].
 
+use std::ffi::c_void;
+
 use super::arch::Arch;
 use super::compile::{Compiler, Source};
 use super::device::CudaDevice;
@@ -7,37 +9,19 @@ use super::driver::{Arena, Function, Launch, Stream, parameters};
 use super::error::CudaError;
 use super::gemm::element_macro;
 use super::layer::LayerError;
-use super::shape::MoeDesc;
+use super::shape::{MoeDesc, range};
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::gate::{Choice, Gate, GateBackward, Load, LogitNoise};
 use crate::philox::Draw;
 use crate::route::{RouteGroups, Scoring};
+use moejob_protocol::kernel_sizes::EXPERTS_MAX;
 
 /// WARPS of gate.cu: tokens of a block.
 const WARPS: usize = 4;
 
-/// Why a GPU does not have this gate, by the name of what it lacks; None if it has it.
-pub(crate) fn unsupported(gate: &Gate) -> Option<&'static str> {
-    let words = |buffer: Option<Buffer>| buffer.is_none_or(|buffer| buffer.dtype() == DType::F32);
-    match gate {
-        Gate { choice: Choice::Hash { .. }, .. } => Some("routing by hash"),
-        Gate { noise: LogitNoise::Learned { .. }, .. } => Some("learned noise of logits"),
-        Gate { load: Load::Tutel { .. }, .. } => Some("Tutel's estimate of load"),
-        Gate { load: Load::Shazeer { .. }, .. } => Some("Shazeer's estimate of load"),
-        Gate { experts, .. } if *experts > MoeDesc::EXPERTS_MAX => Some("more than 512 experts"),
-        Gate { groups: Some(groups), .. } if groups.count > MoeDesc::GROUPS_MAX => {
-            Some("more than 32 groups of experts")
-        }
-        Gate { probs, bias, .. } if !words(Some(*probs)) || !words(*bias) => {
-            Some("scores that are not fp32")
-        }
-        _ => None,
-    }
-}
-
-/// What is compiled in.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct GateShape {
+/// What of a gate is compiled in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GateShape {
     experts: usize,
     top_k: usize,
     choice: usize,
@@ -45,15 +29,17 @@ struct GateShape {
     norm_topk: bool,
     groups: Option<RouteGroups>,
     held: bool,
+    load: usize,
 }
 
 impl GateShape {
-    fn of(op: &Gate) -> GateShape {
+    pub fn of(op: &Gate) -> GateShape {
         let choice = match op.choice {
-            Choice::TopK | Choice::Hash { .. } => 0,
+            Choice::TopK => 0,
             Choice::RandomSecond => 1,
             Choice::TopP { .. } => 2,
             Choice::Experts { .. } => 3,
+            Choice::Hash { .. } => 4,
         };
         GateShape {
             experts: op.experts,
@@ -64,10 +50,15 @@ impl GateShape {
             // Only these two kinds of choice look at groups.
             groups: op.groups.filter(|_| choice < 2),
             held: op.hysteresis > 0.0,
+            load: match op.load {
+                Load::None => 0,
+                Load::Tutel { .. } => 1,
+                Load::Shazeer { .. } => 2,
+            },
         }
     }
 
-    fn source(&self, arch: &'static str) -> Source {
+    pub(super) fn source(&self, arch: &'static str) -> Source {
         let macros = [
             ("EXPERTS", self.experts),
             ("TOP_K", self.top_k),
@@ -77,27 +68,31 @@ impl GateShape {
             ("GROUPS", self.groups.map_or(0, |groups| groups.count)),
             ("GROUPS_KEPT", self.groups.map_or(0, |groups| groups.kept)),
             ("HELD", usize::from(self.held)),
+            ("LOAD", self.load),
             ("ELEMENT", element_macro(DType::F32)),
         ];
-        let parts =
-            [include_str!("philox.cu"), include_str!("random.cu"), include_str!("gate.cu")];
+        let parts = [
+            include_str!("philox.cu"),
+            include_str!("random.cu"),
+            include_str!("scores.cu"),
+            include_str!("gate_load.cu"),
+            include_str!("gate.cu"),
+        ];
         Source::new(format!("gate {} of {}", self.top_k, self.experts), arch, &macros, &parts)
     }
 }
 
-/// A gate's kernels and its scratch for some number of tokens.
+/// A gate's kernels.
 #[derive(Debug)]
 pub(super) struct GateKernels {
     shape: GateShape,
-    tokens: usize,
     functions: Vec<(&'static str, Function)>,
-    scratch: Arena,
-    at: Scratch,
 }
 
-/// In memory of the gate's own, for an op has no place for it.
+/// Ranges of a gate's workspace.
 #[derive(Clone, Copy, Debug)]
-struct Scratch {
+struct Workspace {
+    bytes: usize,
     /// u32 [T, K]
     ranked: Buffer,
     /// U8 [T, K]
@@ -107,12 +102,31 @@ struct Scratch {
     /// f32 [T], u32 [T]
     best: Buffer,
     order: Buffer,
-    /// f64 [T, 3]
+    /// f64 [T, 6], or [T, 3]
     parts: Buffer,
 }
 
-const NAMES: [&str; 9] = [
+impl Workspace {
+    fn new([tokens, experts, top_k]: [usize; 3]) -> Workspace {
+        let mut plan = ArenaPlan::new();
+        let ranked = plan.alloc(DType::U32, tokens * top_k);
+        let kept = plan.alloc(DType::U8, tokens * top_k);
+        let taken = plan.alloc(DType::U8, tokens * experts);
+        let best = plan.alloc(DType::F32, tokens);
+        let order = plan.alloc(DType::U32, tokens);
+        let parts = plan.alloc(DType::F64, tokens * 6);
+        Workspace { bytes: plan.bytes(), ranked, kept, taken, best, order, parts }
+    }
+}
+
+/// Bytes of the workspace of a gate.
+pub(crate) fn workspace_bytes(sizes: [usize; 3]) -> usize {
+    Workspace::new(sizes).bytes
+}
+
+const NAMES: [&str; 10] = [
     "gate_scores",
+    "gate_hash",
     "gate_choose",
     "gate_experts",
     "gate_rank",
@@ -123,23 +137,38 @@ const NAMES: [&str; 9] = [
     "gate_backward",
 ];
 
+/// Addresses of a call, and what its kernels are told.
+struct Call<'a> {
+    kernels: &'a GateKernels,
+    stream: &'a Stream,
+    op: &'a Gate,
+    tokens: i32,
+    logits: u64,
+    noisy: u64,
+    /// 0: none
+    raw: u64,
+    probs: u64,
+    lse: u64,
+    chosen: u64,
+    ids: u64,
+    ranked: u64,
+    kept: u64,
+    taken: u64,
+    best: u64,
+    order: u64,
+    parts: u64,
+    /// Deviation of the noise, and of Tutel's estimate
+    std: f64,
+    estimate: f64,
+}
+
 impl GateKernels {
-    fn new(compiler: &Compiler, shape: GateShape, tokens: usize) -> Result<Self, CudaError> {
+    fn new(compiler: &Compiler, shape: GateShape) -> Result<Self, CudaError> {
         let arch = Arch::of(compiler.gpu())?;
         let modules = compiler.load(&[shape.source(arch.target())], &|_, _| ())?;
         let functions = NAMES.map(|name| Ok((name, modules[0].function(name)?)));
-        let mut plan = ArenaPlan::new();
-        let at = Scratch {
-            ranked: plan.alloc(DType::U32, tokens * shape.top_k),
-            kept: plan.alloc(DType::U8, tokens * shape.top_k),
-            taken: plan.alloc(DType::U8, tokens * shape.experts),
-            best: plan.alloc(DType::F32, tokens),
-            order: plan.alloc(DType::U32, tokens),
-            parts: plan.alloc(DType::F64, tokens * 3),
-        };
-        let scratch = Arena::new(compiler.gpu(), plan.bytes())?;
         let functions = functions.into_iter().collect::<Result<_, CudaError>>()?;
-        Ok(GateKernels { shape, tokens, functions, scratch, at })
+        Ok(GateKernels { shape, functions })
     }
 
     fn function(&self, name: &str) -> &Function {
@@ -147,144 +176,184 @@ impl GateKernels {
         &found.expect("all of NAMES were loaded").1
     }
 
+    fn call<'a>(&'a self, stream: &'a Stream, arena: &Arena, op: &'a Gate) -> Call<'a> {
+        let at = |buffer| arena.address(buffer);
+        let space = Workspace::new([op.tokens, op.experts, op.top_k]);
+        assert!(op.workspace.bytes() >= space.bytes, "{:?} for {space:?}", op.workspace);
+        let within = |range: Buffer| at(op.workspace) + range.offset() as u64;
+        let raw = match (op.noise, op.load) {
+            (LogitNoise::Learned { raw }, _) | (_, Load::Shazeer { raw }) => at(raw),
+            _ => 0,
+        };
+        Call {
+            kernels: self,
+            stream,
+            op,
+            tokens: op.tokens as i32,
+            logits: at(op.logits),
+            noisy: at(op.noisy),
+            raw,
+            probs: at(op.probs),
+            lse: at(op.lse),
+            chosen: at(op.chosen),
+            ids: at(op.ids),
+            ranked: within(space.ranked),
+            kept: within(space.kept),
+            taken: within(space.taken),
+            best: within(space.best),
+            order: within(space.order),
+            parts: within(space.parts),
+            std: if let LogitNoise::Normal { std } = op.noise { std } else { 0.0 },
+            estimate: if let Load::Tutel { std } = op.load { std } else { 1.0 },
+        }
+    }
+}
+
+impl Call<'_> {
+    /// # Safety
+    /// As of [`Function::launch`].
+    unsafe fn launch(
+        &self,
+        name: &str,
+        launch: Launch,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.kernels.function(name).launch(self.stream, launch, parameters) }
+    }
+
     /// A warp a token.
     fn warps(&self) -> Launch {
-        Launch::new(self.tokens.div_ceil(WARPS), 32 * WARPS as u32)
+        Launch::new(self.op.tokens.div_ceil(WARPS), 32 * WARPS as u32)
     }
 
-    fn forward(&self, stream: &Stream, arena: &Arena, op: &Gate) -> Result<(), CudaError> {
+    /// Where the noise of logits is learned: the deviations, before softplus; else 0.
+    fn learned(&self) -> u64 {
+        if let LogitNoise::Learned { .. } = self.op.noise { self.raw } else { 0 }
+    }
+
+    fn forward(&self, arena: &Arena) -> Result<(), CudaError> {
         let at = |buffer| arena.address(buffer);
-        let own = |buffer| self.scratch.address(buffer);
-        let (tokens, draw) = (self.tokens as i32, DrawAt::of(op.draw));
-        let (noisy, probs, lse) = (at(op.noisy), at(op.probs), at(op.lse));
-        let (ranked, kept, parts) =
-            (own(self.at.ranked), own(self.at.kept), own(self.at.parts));
-        let logits = at(op.logits);
-        let std = if let LogitNoise::Normal { std } = op.noise { std } else { 0.0 };
-        let none = 0_u64;
-        // SAFETY, here and below: the parameters are those of each kernel, whose sizes `check_gate`
-        // and `Scratch` hold.
-        unsafe {
-            self.function("gate_scores").launch(
-                stream,
-                self.warps(),
-                parameters![logits, tokens, draw, std, noisy, probs, lse],
-            )?;
-        }
-        self.choose(stream, arena, op)?;
-        let order = if op.prioritized { self.order(stream, probs)? } else { none };
+        let Call { op, tokens, logits, noisy, raw, probs, lse, chosen, ids, .. } = *self;
+        let Call { ranked, kept, parts, estimate, .. } = *self;
+        let draw = DrawAt::of(op.draw);
+        self.choose(arena, draw)?;
+        let order = if op.prioritized { self.order()? } else { 0 };
         let capacity = op.capacity.map_or(-1, |capacity| capacity.min(i32::MAX as usize) as i32);
         let (counts, dropped) = (at(op.counts), at(op.dropped));
-        let (chosen, ids, weights) = (at(op.chosen), at(op.ids), at(op.weights));
-        let (first, stats, losses) = (at(op.first), at(op.stats), at(op.losses));
+        let (weights, first) = (at(op.weights), at(op.first));
+        let (stats, losses) = (at(op.stats), at(op.losses));
         let (scale, segments) = (op.scale, op.segments as i32);
-        let experts = self.shape.experts;
-        let mut blocks = Launch::new(experts + 1, 256);
+        let mut blocks = Launch::new(op.experts + 1, 256);
         blocks.grid[1] = op.segments as u32;
-        // SAFETY: as above.
+        // SAFETY, here and below: the parameters are those of each kernel, whose sizes `check_gate`
+        // and `call` hold.
         unsafe {
-            self.function("gate_take").launch(
-                stream,
-                Launch::new(experts, 1024),
+            self.launch(
+                "gate_take",
+                Launch::new(op.experts, 1024),
                 parameters![probs, ranked, order, tokens, capacity, draw, kept, counts, dropped],
             )?;
-            self.function("gate_finish").launch(
-                stream,
+            self.launch(
+                "gate_finish",
                 self.warps(),
                 parameters![
-                    probs, lse, ranked, kept, tokens, scale, chosen, ids, weights, first, parts
+                    logits, noisy, probs, lse, ranked, kept, tokens, scale, chosen, ids, weights,
+                    first, parts
                 ],
             )?;
-            self.function("gate_statistics").launch(
-                stream,
+            self.launch(
+                "gate_statistics",
                 blocks,
-                parameters![probs, chosen, first, parts, tokens, segments, stats, losses],
+                parameters![
+                    logits, noisy, raw, probs, chosen, first, parts, tokens, segments, estimate,
+                    stats, losses
+                ],
             )
         }
     }
 
-    /// Ranks each token's choices.
-    fn choose(&self, stream: &Stream, arena: &Arena, op: &Gate) -> Result<(), CudaError> {
-        let probs = arena.address(op.probs);
-        let bias = op.bias.map_or(0, |bias| arena.address(bias));
-        let (positions, tokens) = (arena.address(op.positions), self.tokens as i32);
-        let (ranked, taken) =
-            (self.scratch.address(self.at.ranked), self.scratch.address(self.at.taken));
-        let hysteresis = op.hysteresis;
-        let sum = if let Choice::TopP { sum } = op.choice { sum } else { 0.0 };
+    /// Scores, and each token's choices in their order.
+    fn choose(&self, arena: &Arena, draw: DrawAt) -> Result<(), CudaError> {
+        let Call { op, tokens, logits, noisy, probs, lse, ranked, taken, std, .. } = *self;
+        if let Choice::Hash { seed, layer } = op.choice {
+            let table = DrawAt::of(Some(Draw { seed, step: 0, layer, first_token: 0 }));
+            let words = arena.address(op.words);
+            let parameters = parameters![words, tokens, table, noisy, probs, lse, ranked];
+            // SAFETY: as in `forward`.
+            return unsafe { self.launch("gate_hash", self.warps(), parameters) };
+        }
+        let raw = self.learned();
         // SAFETY: as in `forward`.
         unsafe {
+            let parameters = parameters![logits, raw, tokens, draw, std, noisy, probs, lse];
+            self.launch("gate_scores", self.warps(), parameters)?;
             if let Choice::Experts { rows } = op.choice {
-                let rows = rows.min(self.tokens) as i32;
-                self.function("gate_experts").launch(
-                    stream,
-                    Launch::new(self.shape.experts, 1024),
-                    parameters![probs, tokens, rows, taken],
-                )?;
-                let rank = self.function("gate_rank");
-                return rank.launch(stream, self.warps(), parameters![probs, taken, tokens, ranked]);
+                let rows = rows.min(op.tokens) as i32;
+                let parameters = parameters![probs, tokens, rows, taken];
+                self.launch("gate_experts", Launch::new(op.experts, 1024), parameters)?;
+                let parameters = parameters![probs, taken, tokens, ranked];
+                return self.launch("gate_rank", self.warps(), parameters);
             }
             // Of the other choices top-k and a random second alone know a bias.
-            let bias = if matches!(op.choice, Choice::TopP { .. }) { 0 } else { bias };
-            self.function("gate_choose").launch(
-                stream,
-                self.warps(),
-                parameters![probs, bias, positions, tokens, hysteresis, sum, ranked],
-            )
+            let bias = op.bias.filter(|_| !matches!(op.choice, Choice::TopP { .. }));
+            let [bias, before] = [bias, op.before].map(|of| of.map_or(0, |of| arena.address(of)));
+            let positions = arena.address(op.positions);
+            let hysteresis = op.hysteresis;
+            let sum = if let Choice::TopP { sum } = op.choice { sum } else { 0.0 };
+            let parameters = parameters![
+                probs, bias, positions, before, tokens, hysteresis, sum, ranked
+            ];
+            self.launch("gate_choose", self.warps(), parameters)
         }
     }
 
     /// The address of the tokens in the order of their largest score.
-    fn order(&self, stream: &Stream, probs: u64) -> Result<u64, CudaError> {
-        let (best, order) =
-            (self.scratch.address(self.at.best), self.scratch.address(self.at.order));
-        let (tokens, launch) = (self.tokens as i32, Launch::new(self.tokens.div_ceil(256), 256));
+    fn order(&self) -> Result<u64, CudaError> {
+        let Call { op, tokens, probs, best, order, .. } = *self;
+        let launch = Launch::new(op.tokens.div_ceil(256), 256);
         for pass in 0..2_i32 {
+            let parameters = parameters![probs, tokens, best, order, pass];
             // SAFETY: as in `forward`.
-            unsafe {
-                let parameters = parameters![probs, tokens, best, order, pass];
-                self.function("gate_order").launch(stream, launch, parameters)?;
-            }
+            unsafe { self.launch("gate_order", launch, parameters)? };
         }
         Ok(order)
     }
 
-    fn backward(
-        &self,
-        stream: &Stream,
-        arena: &Arena,
-        op: &GateBackward,
-    ) -> Result<(), CudaError> {
-        let gate = &op.forward;
+    fn backward(&self, arena: &Arena, back: &GateBackward) -> Result<(), CudaError> {
         let at = |buffer| arena.address(buffer);
-        let (noisy, probs, lse) = (at(gate.noisy), at(gate.probs), at(gate.lse));
-        let (chosen, ids) = (at(gate.chosen), at(gate.ids));
-        let (dweights, dstats, dlogits) = (at(op.dweights), at(op.dstats), at(op.dlogits));
-        let (tokens, count) = (self.tokens as i32, self.tokens as f64);
-        let segment_tokens = (self.tokens / gate.segments) as i32;
-        let (scale, z, entropy) = (gate.scale, 2.0 * op.z_coef / count, op.entropy_coef / count);
+        let Call { op, tokens, logits, noisy, raw, probs, lse, chosen, ids, estimate, .. } = *self;
+        let (dweights, dstats) = (at(back.dweights), at(back.dstats));
+        let [loss_scale, d_raw] = [back.loss_scale, back.d_raw].map(|of| of.map_or(0, at));
+        let (dlogits, count) = (at(back.dlogits), op.tokens as f64);
+        let segment_tokens = (op.tokens / op.segments) as i32;
+        let (z, entropy) = (2.0 * back.z_coef / count, back.entropy_coef / count);
+        // Noise of a given size has no gradient.
+        let draw = DrawAt::of(op.draw.filter(|_| self.learned() != 0));
+        let scale = op.scale;
+        let parameters = parameters![
+            logits,
+            noisy,
+            raw,
+            probs,
+            lse,
+            chosen,
+            ids,
+            dweights,
+            dstats,
+            draw,
+            tokens,
+            segment_tokens,
+            estimate,
+            scale,
+            z,
+            entropy,
+            loss_scale,
+            dlogits,
+            d_raw
+        ];
         // SAFETY: as in `forward`.
-        unsafe {
-            self.function("gate_backward").launch(
-                stream,
-                self.warps(),
-                parameters![
-                    noisy,
-                    probs,
-                    lse,
-                    chosen,
-                    ids,
-                    dweights,
-                    dstats,
-                    tokens,
-                    segment_tokens,
-                    scale,
-                    z,
-                    entropy,
-                    dlogits
-                ],
-            )
-        }
+        unsafe { self.launch("gate_backward", self.warps(), parameters) }
     }
 }
 
@@ -314,6 +383,8 @@ impl CudaDevice {
         enqueue: impl FnOnce(&GateKernels, &Stream, &Arena) -> Result<(), CudaError>,
     ) {
         crate::cpu::check_gate(op);
+        let scores = [Some(op.probs), op.bias].into_iter().flatten();
+        scores.for_each(|of| assert_eq!(of.dtype(), DType::F32, "scores are fp32: {op:?}"));
         match self.gate_load(op) {
             Ok(at) => self.attempt(|| Ok(enqueue(&self.gates[at], &self.stream, &self.arena)?)),
             Err(error) => self.attempt(|| Err(error)),
@@ -322,23 +393,20 @@ impl CudaDevice {
 
     /// Compiles and loads the kernels of a gate, if they are not there; where they lie.
     pub(crate) fn gate_load(&mut self, op: &Gate) -> Result<usize, LayerError> {
-        if let Some(what) = unsupported(op) {
-            panic!("{} has no {what}; `Gate::unsupported` tells before a job runs", {
-                self.gpu().name()
-            });
-        }
-        let (shape, tokens) = (GateShape::of(op), op.tokens);
-        let own = |gate: &GateKernels| gate.shape == shape && gate.tokens == tokens;
-        if let Some(at) = self.gates.iter().position(own) {
+        let shape = GateShape::of(op);
+        if let Some(at) = self.gates.iter().position(|gate| gate.shape == shape) {
             return Ok(at);
         }
+        range("experts of a gate", op.experts, 1, EXPERTS_MAX as usize)?;
+        let groups = op.groups.map_or(1, |groups| groups.count);
+        range("groups of a gate", groups, 1, MoeDesc::GROUPS_MAX)?;
         self.gpu().make_current()?;
-        self.gates.push(GateKernels::new(&self.compiler, shape, tokens)?);
+        self.gates.push(GateKernels::new(&self.compiler, shape)?);
         Ok(self.gates.len() - 1)
     }
 
     pub(crate) fn gate(&mut self, op: &Gate) {
-        self.on_gate(op, |gate, stream, arena| gate.forward(stream, arena, op));
+        self.on_gate(op, |gate, stream, arena| gate.call(stream, arena, op).forward(arena));
     }
 
     pub(crate) fn gate_backward(&mut self, op: &GateBackward) {
@@ -346,8 +414,10 @@ impl CudaDevice {
         let sizes = [op.dlogits, op.dweights, op.dstats].map(|buffer| buffer.len());
         let (t, e, k) = (gate.tokens, gate.experts, gate.top_k);
         assert_eq!(sizes, [t * e, t * k, gate.segments * 3 * e], "{op:?}");
-        assert!(op.d_raw.is_none(), "no learned noise: {op:?}");
-        self.on_gate(gate, |kernels, stream, arena| kernels.backward(stream, arena, op));
+        assert!(op.d_raw.is_none_or(|d_raw| d_raw.len() == t * e), "{op:?}");
+        self.on_gate(gate, |kernels, stream, arena| {
+            kernels.call(stream, arena, gate).backward(arena, op)
+        });
     }
 }
 
@@ -365,6 +435,7 @@ pub(super) mod tests {
             norm_topk: true,
             groups: None,
             held: false,
+            load: 0,
         };
         let groups = Some(RouteGroups { count: 8, kept: 3 });
         let shapes = [
@@ -372,6 +443,9 @@ pub(super) mod tests {
             GateShape { experts: 40, choice: 1, groups, ..base },
             GateShape { choice: 2, norm_topk: false, ..base },
             GateShape { choice: 3, top_k: 64, ..base },
+            GateShape { choice: 4, experts: 512, top_k: 16, ..base },
+            GateShape { load: 1, ..base },
+            GateShape { load: 2, experts: 24, top_k: 3, ..base },
         ];
         shapes.iter().map(|shape| shape.source(arch)).collect()
     }

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use super::arch::Arch;
 use super::attention_shape::AttentionDesc;
 use super::compile::Source;
+use super::gate::GateShape;
 use super::gemm::GemmConfig;
 use super::layer::MoeLayer;
 use super::norm::{norm_unit, rope_unit};
@@ -31,6 +32,8 @@ pub struct StepKernels {
     pub attentions: Vec<AttentionDesc>,
     /// Mixture layers, those of a rank's own experts among them
     pub layers: Vec<MoeDesc>,
+    /// Routers beyond dropless top-k
+    pub gates: Vec<GateShape>,
     /// Experts are shared out over ranks.
     pub shared_out: bool,
 }
@@ -50,16 +53,19 @@ impl StepKernels {
         all.extend(each_once(products).iter().map(GemmConfig::source));
         for desc in &self.layers {
             let route = desc.route();
-            all.extend([route.source(target), route.rows_source(target)]);
+            all.extend((!desc.part).then(|| route.source(target)));
+            all.push(route.rows_source(target));
             all.push(here::source(desc.top_k, target));
         }
+        all.extend(self.gates.iter().map(|gate| gate.source(target)));
         if self.shared_out {
             all.push(peer::source(target));
         }
         each_once(all)
     }
 
-    /// Whether [`StepKernels::join`] takes both: they differ in attention and mixture layers alone.
+    /// Whether [`StepKernels::join`] takes both: they differ in attention, mixture layers and gates
+    /// alone.
     pub fn is_alike(&self, other: &StepKernels) -> bool {
         let kinds = |step: &StepKernels| (step.element, step.gradient, step.moment);
         let (rows, others) = ((&self.norms, &self.turns), (&other.norms, &other.turns));
@@ -79,13 +85,18 @@ impl StepKernels {
                 self.layers.push(desc);
             }
         }
+        for gate in other.gates {
+            if !self.gates.contains(&gate) {
+                self.gates.push(gate);
+            }
+        }
         self.shared_out |= other.shared_out;
     }
 
     fn units(&self) -> Vec<Unit> {
         let StepKernels { element, gradient, moment, .. } = *self;
         let both = [false, true];
-        let mut units = vec![Unit::Convert];
+        let mut units = vec![Unit::Convert, Unit::Router];
         for dim in &self.norms {
             units.extend(both.map(|backward| norm_unit(element, *dim, backward)));
         }

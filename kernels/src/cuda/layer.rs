@@ -129,23 +129,6 @@ pub struct Saved {
     pub router_halves: Buffer,
 }
 
-/// Where a layer adds its numbers, in a vector that the host reads once a step.
-#[derive(Clone, Copy, Debug)]
-pub struct MoeNumbers {
-    /// f64 [2]: auxiliary and z loss, unscaled
-    pub losses: Buffer,
-    /// f64 [E]: tokens that chose each expert
-    pub loads: Buffer,
-}
-
-impl MoeNumbers {
-    pub(crate) fn check(&self, experts: usize) {
-        let of = |buffer: Buffer| (buffer.dtype(), buffer.len());
-        let expected = ((DType::F64, 2), (DType::F64, experts));
-        assert_eq!((of(self.losses), of(self.loads)), expected, "{self:?}");
-    }
-}
-
 /// All buffers of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct MoeTensors {
@@ -157,8 +140,6 @@ pub struct MoeTensors {
     pub saved: Saved,
     /// `MoeLayer::workspace_bytes` of U8
     pub workspace: Buffer,
-    /// Added to by the forward
-    pub numbers: Option<MoeNumbers>,
     /// F32 [1], on the device: what `dout` was multiplied by, and what the layer's own losses are
     /// to be multiplied by beside it; none is 1
     pub loss_scale: Option<Buffer>,
@@ -284,8 +265,8 @@ impl MoeLayer {
         let gpu = compiler.gpu();
         let (route, target) = (desc.route(), configs[0].arch.target());
         let mut sources: Vec<_> = configs.iter().map(GemmConfig::source).collect();
-        sources.push(route.source(target));
         sources.push(route.rows_source(target));
+        sources.extend((!desc.part).then(|| route.source(target)));
         let modules = compiler.load(&sources, progress)?;
         let gemm = |i: usize| Gemm::new(gpu, configs[i], &modules[i]);
         let chunks = router_chunks(&desc, configs[DW_ROUTER].block_n);
@@ -294,7 +275,7 @@ impl MoeLayer {
         Ok(MoeLayer {
             desc,
             plan: Workspace::new(&desc, ds_parts, chunks),
-            router: Router::new(route, &modules[9], &modules[10])?,
+            router: Router::new(route, modules.get(10), &modules[9])?,
             logits: gemm(LOGITS)?,
             up: gemm(UP)?,
             down: gemm(DOWN)?,

@@ -13,6 +13,7 @@
 //! AttentionKernels::new(desc)   attention.rs forward, backward: a fixed list of launches
 //! Products::new(gpu)            dense.rs     dense products, by cuBLASLt
 //! GateKernels::new(shape)       gate.rs      routers beyond dropless top-k
+//! CudaDevice::balance_losses    router.rs    balance, entropies, counts, and the cosine gate
 //! Head::new(desc)               head.rs      the head with its loss: products, softmax between
 //! CommLane::new(gpu, how)        comm_lane.rs a stream for collectives beside the ops, and marks
 //! CudaDevice::flight_begins      token_lane.rs tokens in chunks beside the ops
@@ -84,6 +85,7 @@ mod peer_in_place;
 mod rates;
 mod room;
 mod route;
+mod router;
 mod shape;
 mod staging;
 mod step_ops;
@@ -107,7 +109,8 @@ pub use doctor::{Inspection, inspect};
 pub use driver::{Arena, Function, Gpu, Launch, PinnedBuffer, Stream};
 pub use error::CudaError;
 pub use event::Event;
-pub(crate) use gate::unsupported;
+pub use gate::GateShape;
+pub(crate) use gate::workspace_bytes as gate_workspace;
 pub use fault::Fault;
 pub use given::{ENV_GIVEN, NotGiven, given_words};
 pub use head::Head;
@@ -116,7 +119,7 @@ pub use gemm::{GemmConfig, Output, ProductOp};
 pub use kernel_list::StepKernels;
 pub use lane::Registered;
 pub use layer::{
-    Gradients, LayerError, MoeLayer, MoeNumbers, MoeTensors, Observer, Saved, Stacked,
+    Gradients, LayerError, MoeLayer, MoeTensors, Observer, Saved, Stacked,
     Weights,
 };
 pub use libraries::{Called, Cuda, called};

@@ -23,18 +23,17 @@ here_count(const int* ids, Present present, int tokens, int first, int locals, i
   const int at = threadIdx.x, t = blockIdx.x * TOKENS + at;
   for (int i = at; i < locals * WORDS; i += TOKENS) masks[i] = 0;
   __syncthreads();
-  int place[TOP_K];
-#pragma unroll
-  for (int k = 0; k < TOP_K; k++) {
-    place[k] = t < tokens
-                   ? place_of(ids, (u64)t * TOP_K + k, present, t, first, locals) : -1;
-    if (place[k] >= 0) atomicOr(&masks[place[k] * WORDS + (at >> 5)], 1u << (at & 31));
-  }
+  const auto place = [&](int k) {
+    return t < tokens ? place_of(ids, (u64)t * TOP_K + k, present, t, first, locals) : -1;
+  };
+#pragma unroll 8
+  for (int k = 0; k < TOP_K; k++)
+    if (place(k) >= 0) atomicOr(&masks[place(k) * WORDS + (at >> 5)], 1u << (at & 31));
   __syncthreads();
   for (int k = 0; k < TOP_K && t < tokens; k++) {
     int rank = -1;
-    if (place[k] >= 0) {
-      const u32* own = masks + place[k] * WORDS;
+    if (place(k) >= 0) {
+      const u32* own = masks + place(k) * WORDS;
       rank = __popc(own[at >> 5] & ((1u << (at & 31)) - 1));
       for (int w = 0; w < at >> 5; w++) rank += __popc(own[w]);
     }

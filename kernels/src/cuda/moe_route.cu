@@ -3,7 +3,6 @@
 // Host macros: EXPERTS, TOP_K, SIGMOID, NORM_TOP_K, GROUPS (0: any expert may be chosen),
 // GROUPS_KEPT, ELEMENT (of gradients of logits). T tokens, E experts, K choices, R = T K rows.
 // Nothing here uses atomics: every position and every sum has one order.
-constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
 constexpr int WARPS = 8;
 
 // Unsigned order of u32 keys = order of floats; 0 is below every float.
@@ -26,45 +25,6 @@ __device__ __forceinline__ void sort_own(u32 (&key)[PER_LANE], u32 (&at)[PER_LAN
       at[i + 1] = swap ? a : at[i + 1];
     }
   }
-}
-
-// e^x with the bits of the CPU: `exp` of src/cpu/float.rs, operation by operation.
-__device__ __forceinline__ float exp_as_cpu(float x) {
-  const float round = 12582912.f;  // 1.5 * 2^23
-  x = x > 89.f ? 89.f : x;
-  x = x < -104.f ? -104.f : x;
-  const float rounded = __fmaf_rn(x, 0x1.715476p+0f, round), n = __fsub_rn(rounded, round);
-  const float r = __fmaf_rn(-n, -0x1.05c61p-29f, __fmaf_rn(-n, 0x1.62e43p-1f, x));
-  float sum = 1.f / 5040.f;
-  sum = __fmaf_rn(r, sum, 1.f / 720.f);
-  sum = __fmaf_rn(r, sum, 1.f / 120.f);
-  sum = __fmaf_rn(r, sum, 1.f / 24.f);
-  sum = __fmaf_rn(r, sum, 1.f / 6.f);
-  sum = __fmaf_rn(r, sum, 0.5f);
-  sum = __fmaf_rn(r, sum, 1.f);
-  sum = __fmaf_rn(r, sum, 1.f);
-  const int whole = __float_as_int(rounded) - __float_as_int(round), half = whole >> 1;
-  const float power = __int_as_float((half + 127) << 23);
-  return __fmul_rn(__fmul_rn(sum, power), __int_as_float((whole - half + 127) << 23));
-}
-__device__ __forceinline__ float sigmoid_as_cpu(float x) {
-  return __fdiv_rn(1.f, __fadd_rn(1.f, exp_as_cpu(-x)));
-}
-
-// The sum over a row of which lane l has x[i] of column l + 32 i, with the bits of the CPU
-// (src/cpu/lanes.rs): 16 lanes take every 16th column in turn, then a tree adds them.
-__device__ __forceinline__ float row_sum_as_cpu(const float (&x)[PER_LANE], int lane) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const float other = __shfl_xor_sync(~0u, x[i], 16);
-    sum = __fadd_rn(sum, lane < 16 ? x[i] : other);
-    if (32 * i + 16 < EXPERTS) sum = __fadd_rn(sum, lane < 16 ? other : x[i]);
-  }
-#pragma unroll
-  for (int step = 8; step > 0; step >>= 1)
-    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
-  return sum;
 }
 
 #if GROUPS
@@ -223,11 +183,6 @@ route_choose(const float* logits, const float* bias, Segments cut, int tokens_a_
     pos[slot] += counts[warp][ids[slot]];
 }
 
-__device__ __forceinline__ double warp_sum_f64(double x) {
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 // ---- row order: stable by expert, then slot. choose -> scan -> place
 // One block an expert, a thread a block of route_choose: exclusive scan of the expert's counts in
 // place, its total, and by segment its counts and prob_sums f64 [segments, E]. The block behind
@@ -285,16 +240,12 @@ route_scan(int* histogram, const float* partials, Segments cut, int* counts, int
   else losses[1] = total / (cut.count * cut.tokens);
 }
 
-// What the host's vector of numbers gets of a layer, each added to: auxiliary and z loss, tokens of
-// each expert. Null: none.
-struct Numbers { double *losses, *loads; };
-
 // offsets [E + 1], order [E]: experts, heaviest first, ties to the lower one; losses[0]: the mean
 // over segments of E * sum_e load[e] * mean_prob[e].
 __device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
                                              const int* segment_counts, const double* prob_sums,
                                              Segments cut, int* offsets, int* order,
-                                             double* losses, Numbers numbers) {
+                                             double* losses) {
   for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
     const int own = starts[e + 1] - starts[e];
     int rank = 0;
@@ -304,7 +255,6 @@ __device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
     }
     order[rank] = e;
     offsets[e] = starts[e];
-    if (numbers.loads) numbers.loads[e] += own;
   }
   if (threadIdx.x == 0) offsets[EXPERTS] = starts[EXPERTS];
   if (threadIdx.x >= 32) return;
@@ -312,11 +262,7 @@ __device__ __forceinline__ void write_tables(const int (&starts)[EXPERTS + 1],
   for (int i = threadIdx.x; i < cut.count * EXPERTS; i += 32)
     balance += (double)segment_counts[i] / cut.tokens * (prob_sums[i] / cut.tokens);
   balance = EXPERTS * warp_sum_f64(balance) / cut.count;
-  if (threadIdx.x > 0) return;
-  losses[0] = balance;
-  if (!numbers.losses) return;
-  numbers.losses[0] += balance;
-  numbers.losses[1] += losses[1];
+  if (threadIdx.x == 0) losses[0] = balance;
 }
 
 // rows [R]: token of each row; pos [T, K]: in, the slot's rank in its block, out, its row;
@@ -325,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(256)
 route_place(const int* ids, const float* weights, Segments cut, int slots_a_block,
             const int* histogram, const int* counts, const int* segment_counts,
             const double* prob_sums, int* offsets, int* order, int* rows, int* pos,
-            float* row_weights, double* losses, Numbers numbers) {
+            float* row_weights, double* losses) {
   __shared__ int starts[EXPERTS + 1], base[EXPERTS];
   const int lane = threadIdx.x & 31, blocks = gridDim.x - 1;
   for (int e = threadIdx.x; blockIdx.x < blocks && e < EXPERTS; e += blockDim.x)
@@ -346,7 +292,7 @@ route_place(const int* ids, const float* weights, Segments cut, int slots_a_bloc
   }
   __syncthreads();
   if (blockIdx.x == blocks) {
-    write_tables(starts, segment_counts, prob_sums, cut, offsets, order, losses, numbers);
+    write_tables(starts, segment_counts, prob_sums, cut, offsets, order, losses);
     return;
   }
   const int segment = blockIdx.x / cut.blocks, within = blockIdx.x - segment * cut.blocks;

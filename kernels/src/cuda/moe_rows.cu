@@ -1,4 +1,6 @@
 // Memory-bound passes over rows. Host macros: TOP_K, ELEMENT.
+constexpr int AT_ONCE = TOP_K < 16 ? TOP_K : 16;  // slots whose rows are loaded together
+
 // out[t][c] = base[t][c] + sum_k weights[t][k] * y[pos[t][k]][c], slots ascending, fp32 chain, one
 // rounding. A slot whose pos is below 0 adds nothing. weights null: all 1; base null: 0 (it may be
 // `out`). Chunks are 16 bytes; y has `chunks` of them a row, out and base `out_pitch`, starting at
@@ -8,25 +10,33 @@ combine(const uint4* y, const int* pos, const float* weights, const uint4* base,
         int wide, int tokens, int chunks, int out_pitch, int out_first) {
   const int t = blockIdx.x * blockDim.y + threadIdx.y;
   if (t >= tokens) return;
-  int row[TOP_K];
-  float weight[TOP_K];
+  int row[AT_ONCE];
+  float weight[AT_ONCE];
+  const auto load_slots = [&](int first) {
 #pragma unroll
-  for (int k = 0; k < TOP_K; k++) {
-    row[k] = pos[(u64)t * TOP_K + k];
-    weight[k] = weights ? weights[(u64)t * TOP_K + k] : 1.f;
-  }
+    for (int k = 0; k < AT_ONCE; k++) {
+      const bool some = first + k < TOP_K;
+      const u64 slot = (u64)t * TOP_K + first + k;
+      row[k] = some ? pos[slot] : -1;
+      weight[k] = !some ? 0.f : weights ? weights[slot] : 1.f;
+    }
+  };
+  if (TOP_K == AT_ONCE) load_slots(0);
   for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
     const u64 at = (u64)t * out_pitch + out_first + c;
-    uint4 v[TOP_K];
-#pragma unroll
-    for (int k = 0; k < TOP_K; k++)
-      v[k] = row[k] < 0 ? make_uint4(0, 0, 0, 0) : __ldcs(&y[(u64)row[k] * chunks + c]);
+    uint4 v[AT_ONCE];
     float sum[CHUNK] = {}, own[CHUNK];
+    for (int first = 0; first < TOP_K; first += AT_ONCE) {
+      if (TOP_K > AT_ONCE) load_slots(first);
 #pragma unroll
-    for (int k = 0; k < TOP_K; k++) {
-      unpack_chunk(v[k], own);
+      for (int k = 0; k < AT_ONCE; k++)
+        v[k] = row[k] < 0 ? make_uint4(0, 0, 0, 0) : __ldcs(&y[(u64)row[k] * chunks + c]);
 #pragma unroll
-      for (int i = 0; i < CHUNK; i++) sum[i] = fmaf(weight[k], own[i], sum[i]);
+      for (int k = 0; k < AT_ONCE; k++) {
+        unpack_chunk(v[k], own);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) sum[i] = fmaf(weight[k], own[i], sum[i]);
+      }
     }
     if (base) {
       unpack_chunk(base[at], own);

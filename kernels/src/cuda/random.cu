@@ -6,6 +6,7 @@ struct Draw {
 };
 #define SITE_LOGITS 3
 #define SITE_SECOND 4
+#define SITE_TABLE 5
 
 __device__ __forceinline__ uint4 words_of(const Draw& draw, u32 site, u32 token, u32 block) {
   return philox(draw.seed,

@@ -21,8 +21,6 @@ pub(crate) struct RouteShape {
     pub tokens: usize,
     pub experts: usize,
     pub top_k: usize,
-    /// Nothing is chosen: see [`super::MoeDesc`]
-    pub part: bool,
     pub sigmoid: bool,
     pub norm_topk: bool,
     pub scale: f32,
@@ -35,8 +33,8 @@ pub(crate) struct RouteShape {
 
 impl RouteShape {
     pub(crate) fn source(&self, arch: &'static str) -> Source {
-        // Nobody launches the choice of a part, which need not have so many experts.
-        let top_k = if self.part { self.top_k.min(self.experts) } else { self.top_k };
+        let (top_k, parts) =
+            (self.top_k, [include_str!("scores.cu"), include_str!("moe_route.cu")]);
         let macros = [
             ("EXPERTS", self.experts),
             ("TOP_K", top_k),
@@ -47,7 +45,7 @@ impl RouteShape {
             ("ELEMENT", element_macro(self.element)),
         ];
         let label = format!("route {top_k} of {}", self.experts);
-        Source::new(label, arch, &macros, &[include_str!("moe_route.cu")])
+        Source::new(label, arch, &macros, &parts)
     }
 
     pub(crate) fn rows_source(&self, arch: &'static str) -> Source {
@@ -94,14 +92,6 @@ struct Segments {
     blocks: i32,
 }
 
-/// The kernels' `Numbers`: losses f64 [2] and loads f64 [E], both added to; 0: none.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct NumbersAt {
-    pub losses: u64,
-    pub loads: u64,
-}
-
 /// Device addresses of what the router keeps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RouteBuffers {
@@ -122,20 +112,25 @@ pub(crate) struct RouteBuffers {
     pub segment_counts: u64,
     pub prob_sums: u64,
     pub losses: u64,
-    pub numbers: NumbersAt,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Router {
     shape: RouteShape,
+    /// A part of a layer chooses nothing.
+    choice: Option<ChoiceKernels>,
+    combine: Function,
+    each_row: Function,
+    sum_parts: Function,
+}
+
+#[derive(Clone, Debug)]
+struct ChoiceKernels {
     split: Function,
     choose: Function,
     scan: Function,
     place: Function,
     backward: Function,
-    combine: Function,
-    each_row: Function,
-    sum_parts: Function,
 }
 
 /// `out[t] = base[t] + sum_k weights[t, k] y[pos[t, k]]` over some columns.
@@ -156,23 +151,35 @@ pub(crate) struct CombineCall {
     pub out_first: usize,
 }
 
-impl Router {
-    pub(crate) fn new(
-        shape: RouteShape,
-        route: &Module,
-        rows: &Module,
-    ) -> Result<Router, CudaError> {
-        Ok(Router {
-            shape,
+impl ChoiceKernels {
+    fn new(route: &Module) -> Result<ChoiceKernels, CudaError> {
+        Ok(ChoiceKernels {
             split: route.function("route_split")?,
             choose: route.function("route_choose")?,
             scan: route.function("route_scan")?,
             place: route.function("route_place")?,
             backward: route.function("route_backward")?,
+        })
+    }
+}
+
+impl Router {
+    pub(crate) fn new(
+        shape: RouteShape,
+        route: Option<&Module>,
+        rows: &Module,
+    ) -> Result<Router, CudaError> {
+        Ok(Router {
+            shape,
+            choice: route.map(ChoiceKernels::new).transpose()?,
             combine: rows.function("combine")?,
             each_row: rows.function("each_row")?,
             sum_parts: rows.function("sum_parts")?,
         })
+    }
+
+    fn choice(&self) -> &ChoiceKernels {
+        self.choice.as_ref().expect("a layer that is no part has a router")
     }
 
     /// The `len` fp32 weights at `weights` as two elements each.
@@ -184,7 +191,7 @@ impl Router {
     ) -> Result<(), CudaError> {
         let (launch, len) = (Launch::new(len.div_ceil(256), 256), len as i32);
         // SAFETY: the parameters are those of `route_split`, the buffers as long as planned.
-        unsafe { self.split.launch(stream, launch, parameters![weights, halves, len]) }
+        unsafe { self.choice().split.launch(stream, launch, parameters![weights, halves, len]) }
     }
 
     /// ids, weights, partial statistics and each block's share of the row order from logits.
@@ -195,7 +202,7 @@ impl Router {
         let RouteBuffers { logits, bias, ids, weights, lse, partials, histogram, pos, .. } = *at;
         // SAFETY: the parameters are those of `route_choose`, the buffers as long as planned.
         unsafe {
-            self.choose.launch(
+            self.choice().choose.launch(
                 stream,
                 launch,
                 parameters![
@@ -209,21 +216,22 @@ impl Router {
     /// Row order and statistics from what `choose` left.
     pub(crate) fn place(&self, stream: &Stream, at: &RouteBuffers) -> Result<(), CudaError> {
         let RouteShape { experts, top_k, .. } = self.shape;
-        let (cut, blocks) = (self.shape.cut(), self.shape.choose_blocks());
+        let (choice, cut, blocks) =
+            (self.choice(), self.shape.cut(), self.shape.choose_blocks());
         let a_block = (CHOOSE_WARPS * self.shape.tokens_a_warp() * top_k) as i32;
-        let RouteBuffers { segment_counts, numbers, .. } = *at;
+        let RouteBuffers { segment_counts, .. } = *at;
         let RouteBuffers { ids, weights, histogram, counts, offsets, order, .. } = *at;
         let RouteBuffers { rows, pos, row_weights, partials, prob_sums, losses, .. } = *at;
         // SAFETY: the parameters are those of each kernel, the buffers as long as planned.
         unsafe {
-            self.scan.launch(
+            choice.scan.launch(
                 stream,
                 Launch::new(experts + 1, SCAN_THREADS),
                 parameters![
                     histogram, partials, cut, counts, segment_counts, prob_sums, losses
                 ],
             )?;
-            self.place.launch(
+            choice.place.launch(
                 stream,
                 Launch::new(blocks + 1, 256),
                 parameters![
@@ -240,8 +248,7 @@ impl Router {
                     rows,
                     pos,
                     row_weights,
-                    losses,
-                    numbers
+                    losses
                 ],
             )
         }
@@ -267,7 +274,7 @@ impl Router {
         let RouteBuffers { logits, lse, ids, pos, segment_counts, .. } = *at;
         // SAFETY: the parameters are those of `route_backward`, the buffers as long as planned.
         unsafe {
-            self.backward.launch(
+            self.choice().backward.launch(
                 stream,
                 launch,
                 parameters![

@@ -140,6 +140,7 @@ impl MoeDesc {
             experts: self.experts as u64,
             top_k: self.top_k as u64,
             segments: self.segments as u64,
+            chooses: !self.part,
             width: self.width() as u64,
         }
     }
@@ -206,7 +207,6 @@ impl MoeDesc {
             tokens: self.tokens,
             experts: self.experts,
             top_k: self.top_k,
-            part: self.part,
             sigmoid: self.sigmoid,
             norm_topk: self.norm_topk,
             scale: self.scale,

@@ -55,6 +55,7 @@ pub(super) enum Unit {
     Convert,
     Wire { element: DType },
     Numbers { gradient: DType },
+    Router,
     AdamW { master: MasterKind, weight: DType, moment: DType, gradient: DType },
 }
 
@@ -125,6 +126,10 @@ impl Unit {
                 let mut macros = places();
                 macros.push(("ELEMENT", kind(gradient)));
                 build("numbers", &macros, &[ELEMENTS, include_str!("step_numbers.cu")])
+            }
+            Unit::Router => {
+                let macros = [("ELEMENT", kind(DType::F32))];
+                build("router", &macros, &[include_str!("router.cu")])
             }
             Unit::AdamW { master, weight, moment, gradient } => {
                 let mut macros = places();
@@ -387,7 +392,7 @@ pub(super) mod tests {
     /// A unit of every kind, for every element and odd sizes: what tests compile.
     pub(crate) fn units() -> Vec<Unit> {
         use super::super::norm::{norm_unit, rope_unit};
-        let mut units = vec![Unit::Convert];
+        let mut units = vec![Unit::Convert, Unit::Router];
         units.extend([DType::Bf16, DType::F32].map(|element| Unit::Wire { element }));
         for element in [DType::Bf16, DType::F16, DType::F32] {
             for dim in [33, 2048] {

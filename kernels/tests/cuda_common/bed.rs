@@ -113,9 +113,9 @@ impl Bed {
         let mut all = ArenaPlan::new();
         arena.fill_bytes(&stream, all.alloc(DType::U8, plan.bytes()), 0xff)?;
         stream.synchronize()?;
-        let (residual, numbers, loss_scale) = (None, None, None);
+        let (residual, loss_scale) = (None, None);
         let tensors =
-            MoeTensors { x, residual, weights, saved, workspace, numbers, loss_scale };
+            MoeTensors { x, residual, weights, saved, workspace, loss_scale };
         Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
 

@@ -106,6 +106,7 @@ impl Case {
             dropped: none,
             stats: none,
             losses: none,
+            workspace: none,
         };
         let words = (0..tokens as u32).map(|t| t * 7 % 11).collect();
         let positions = (0..tokens as u32).collect();

@@ -19,11 +19,10 @@ use moejob_protocol::config::{
 };
 use moejob_protocol::kernel_sizes::{
     self, ALIGNMENT, EXPERT_PARALLEL_MAX, EXPERTS_MAX, GROUPS_MAX, SizeRefusal, Sharing, Size,
-    TOP_K_MAX, SizeLimit,
+    SizeLimit,
 };
-use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind};
+use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
 use moejob_protocol::slices::SLICES;
-use serde_json::Value;
 
 /// Widths of a head that attention on a GPU is tried for.
 const HEAD_DIMS: [u32; 4] = [32, 64, 96, 128];
@@ -186,12 +185,12 @@ pub fn takes_expert_parallel(job: &Job, ep: u32) -> bool {
     counts && RankLoad { ep, ..RankLoad::of(job) }.refused().is_none()
 }
 
-/// Whether the kernels take experts that are shared out over `ep` GPUs: each has at least as many
-/// as a token chooses. Of slices of experts each has one at least, and they are on several GPUs.
+/// Whether the kernels take experts that are shared out over `ep` GPUs: each has one at least.
+/// Slices of experts are on several GPUs.
 fn fits_expert_parallel(model: &ModelConfig, ep: u32) -> bool {
     let (experts, slices) = (&model.experts, model.slices());
     match slices.each {
-        1 => ep == 1 || ep <= EXPERT_PARALLEL_MAX && experts.count / ep >= experts.per_token,
+        1 => ep <= EXPERT_PARALLEL_MAX.min(experts.count),
         _ => {
             let each = slices.count / ep.max(1)..=slices.count.div_ceil(ep.max(1));
             ep > 1 && ep <= EXPERT_PARALLEL_MAX && *each.start() >= 1 && *each.end() <= EXPERTS_MAX
@@ -297,13 +296,12 @@ fn several_gpus(job: &Job) -> Option<Problem> {
             format!("a GPU holds 1 to {EXPERTS_MAX} slices of experts"),
         ));
     }
-    let most = job.model.experts.count / job.model.experts.per_token.max(1);
     Some(Problem::of(
         Code::Unsupported,
         "spec.parallelism.expert",
         format!("`{ep}` on GPUs"),
-        format!("at most {}", most.clamp(1, EXPERT_PARALLEL_MAX)),
-        "a GPU holds at least as many experts as a token chooses",
+        format!("at most {}", job.model.experts.count.clamp(1, EXPERT_PARALLEL_MAX)),
+        "a GPU holds an expert at least",
     ))
 }
 
@@ -334,7 +332,7 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
         found.push(Problem::of(Code::Unsupported, path, given, allowed, KERNELS));
     }
     found.extend(of_slices(model));
-    found.extend(of_router(&model.router, training.micro_batch_size));
+    found.extend(of_sequences(&model.router, training.micro_batch_size));
     found
 }
 
@@ -361,16 +359,12 @@ fn field_of(model: &ModelConfig, size: Size) -> Option<(&'static str, u32)> {
 fn of_slices(model: &ModelConfig) -> Option<Problem> {
     let (experts, slices) = (&model.experts, model.slices());
     let width_fits = |width: u32| width.is_multiple_of(ALIGNMENT);
-    let wide = width_fits(slices.width) || !width_fits(experts.intermediate_size);
-    let few = slices.per_token <= TOP_K_MAX || experts.per_token > TOP_K_MAX;
-    if wide && few {
+    if width_fits(slices.width) || !width_fits(experts.intermediate_size) {
         return None;
     }
     let takes = |each: u32| {
-        let slices = model.in_slices(each).slices();
         experts.intermediate_size.is_multiple_of(each)
-            && width_fits(slices.width)
-            && slices.per_token <= TOP_K_MAX
+            && width_fits(model.in_slices(each).slices().width)
     };
     let most = SLICES.into_iter().filter(|each| takes(*each)).max().unwrap_or(1);
     let each = slices.each;
@@ -379,56 +373,23 @@ fn of_slices(model: &ModelConfig) -> Option<Problem> {
         "spec.parallelism.expertSlices",
         format!("`{each}` on GPUs"),
         format!("at most {most}"),
-        format!(
-            "kernels take slices whose width is a multiple of {ALIGNMENT}, and at most {TOP_K_MAX} \
-             of them a token"
-        ),
+        format!("kernels take slices whose width is a multiple of {ALIGNMENT}"),
     ))
 }
 
-/// Dropless top-k with Switch's loss, over a micro-batch or each sequence, is what one GPU has. All
-/// else is named field by field.
-fn of_router(router: &RouterConfig, sequences: u32) -> Vec<Problem> {
-    const ALLOWED: &str =
-        "dropless top-k with balanceLoss switch, auxLossScope microBatch or sequence";
-    const ADVICE: &str = "GPUs have no other router yet; processors (profile cpu) have it";
-    let has_scope = |scope| matches!(scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence);
-    let scope = match has_scope(router.aux_loss_scope) {
-        true => AuxLossScope::MicroBatch,
-        false => AuxLossScope::Global,
-    };
-    let mut fields =
-        RouterConfig { aux_loss_scope: scope, ..router.clone() }.all_beyond_plain();
-    // With a kind comes what its source has. Evaluation has the capacity of training, unless it is
-    // given one of its own.
-    if router.kind != RouterKind::TopK {
-        fields = vec!["kind"];
-    }
-    if router.eval_capacity_factor == router.capacity_factor {
-        fields.retain(|field| *field != "evalCapacityFactor");
-    }
-    let values = serde_json::to_value(router).unwrap_or_default();
-    let told = |field| {
-        let given = match &values[field] {
-            Value::String(word) => format!("`{word}` on GPUs"),
-            Value::Number(number) => format!("`{number}` on GPUs"),
-            _ => format!("{field} on GPUs"),
-        };
-        let path = format!("spec.model.router.{field}");
-        Problem::of(Code::Unsupported, path, given, ALLOWED, ADVICE)
-    };
-    let mut found: Vec<Problem> = fields.into_iter().map(told).collect();
+/// Sequences whose balance is kept apart: the op that chooses of dropless top-k takes some of them.
+fn of_sequences(router: &RouterConfig, sequences: u32) -> Option<Problem> {
     const SEGMENTS_MAX: u32 = kernel_sizes::SEGMENTS_MAX;
-    if router.aux_loss_scope == AuxLossScope::Sequence && sequences > SEGMENTS_MAX {
-        found.push(Problem::of(
+    let apart = router.aux_loss_scope == AuxLossScope::Sequence && router.is_of_one_op();
+    (apart && sequences > SEGMENTS_MAX).then(|| {
+        Problem::of(
             Code::Unsupported,
             "spec.training.microBatchSize",
             format!("`{sequences}` with auxLossScope sequence on GPUs"),
             format!("at most {SEGMENTS_MAX}"),
             "lower it, or choose auxLossScope: microBatch",
-        ));
-    }
-    found
+        )
+    })
 }
 
 /// What only the machine of `moejob run` can mean.

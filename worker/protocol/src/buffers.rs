@@ -328,9 +328,11 @@ pub struct RouterScratch<B> {
 /// Memory of gates that every layer uses anew.
 #[derive(Clone, Debug)]
 pub struct GateScratch<B> {
-    /// [T, D]: the layer's input after dropout, the router's after jitter.
+    /// [T, D]: the layer's input after dropout.
     pub dropped: Option<B>,
-    pub jittered: Option<B>,
+    /// [T, D], as statistics are: what the router sees, where that is not the layer's input itself,
+    /// and then its gradient.
+    pub input: Option<B>,
     /// [T, E]
     pub d_raw: Option<B>,
     /// f64 [sequences or 1, 3, E]

@@ -97,6 +97,7 @@ impl fmt::Display for SizeRefusal {
 impl std::error::Error for SizeRefusal {}
 
 pub const EXPERTS_MAX: u32 = 512;
+/// Experts of a token that a layer's own op chooses. A gate chooses as many as there are.
 pub const TOP_K_MAX: u32 = 16;
 /// A lane of a warp for each group of experts.
 pub const GROUPS_MAX: u32 = 32;
@@ -126,6 +127,8 @@ pub struct LayerSizes {
     pub experts: u64,
     pub top_k: u64,
     pub segments: u64,
+    /// Its own op chooses the experts of each token, and not a gate before it.
+    pub chooses: bool,
     /// Columns of what up makes: gate and up, or up alone.
     pub width: u64,
 }
@@ -159,9 +162,10 @@ impl RefusalList {
 impl LayerSizes {
     /// What of them no GPU takes.
     pub fn refused(&self) -> Vec<SizeRefusal> {
-        let LayerSizes { tokens, dim, hidden, experts, top_k, segments, width } = *self;
+        let LayerSizes { tokens, dim, hidden, experts, top_k, segments, chooses, width } = *self;
+        let top_k_max = if chooses { TOP_K_MAX } else { EXPERTS_MAX };
         let mut found = RefusalList::default();
-        found.at_most(Size::TopK, top_k, TOP_K_MAX.into());
+        found.at_most(Size::TopK, top_k, top_k_max.into());
         found.at_most(Size::Experts, experts, EXPERTS_MAX.into());
         found.at_most(Size::Segments, segments, SEGMENTS_MAX.into());
         found.at_most(Size::Tokens, tokens, TOKENS_MAX);
@@ -205,6 +209,7 @@ impl Sharing {
 pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -> Vec<LayerSizes> {
     let (experts, slices) = (&model.experts, model.slices());
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
+    let chooses = model.router.is_of_one_op();
     let whole = LayerSizes {
         tokens,
         dim: model.hidden_size.into(),
@@ -212,9 +217,10 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
         experts: experts.count.into(),
         top_k: model.slots().into(),
         segments: match model.router.aux_loss_scope {
-            AuxLossScope::Sequence => training.micro_batch_size.into(),
+            AuxLossScope::Sequence if chooses => training.micro_batch_size.into(),
             _ => 1,
         },
+        chooses,
         width: 2 * u64::from(experts.intermediate_size),
     };
     let Sharing { ranks, chunks } = shared;
@@ -224,6 +230,7 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
     let of_slices = LayerSizes {
         hidden: slices.width.into(),
         top_k: slices.slots.into(),
+        chooses: false,
         width: 2 * u64::from(slices.width),
         ..whole
     };

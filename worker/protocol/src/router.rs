@@ -181,8 +181,7 @@ impl Default for RouterConfig {
 }
 
 impl RouterConfig {
-    /// Dropless top-k with Switch's loss over micro-batches or all layers: what every backend
-    /// computes, in one fused op.
+    /// Dropless top-k with Switch's loss over micro-batches or all layers.
     pub fn is_plain(&self) -> bool {
         self.beyond_plain().is_none()
     }
@@ -195,14 +194,14 @@ impl RouterConfig {
         scope && matches!(self.aux_loss_scope, AuxLossScope::MicroBatch | AuxLossScope::Sequence)
     }
 
-    /// The first field that asks for more than that, for a backend that lacks it.
+    /// The first field that asks for more than that.
     pub fn beyond_plain(&self) -> Option<&'static str> {
         self.all_beyond_plain().first().copied()
     }
 
     /// All such fields.
-    pub fn all_beyond_plain(&self) -> Vec<&'static str> {
-        // Each field is named here, so that nobody adds one without a thought of the backends.
+    fn all_beyond_plain(&self) -> Vec<&'static str> {
+        // Each field is named here, so that nobody adds one without a thought of that op.
         let RouterConfig {
             kind,
             capacity_factor,

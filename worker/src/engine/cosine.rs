@@ -27,7 +27,7 @@ impl Pass<'_> {
         let rows = |buffer: Buffer| buffer.slice(0, t * width);
         let (projected, normed) = (rows(kept.projected), rows(kept.normed));
         let weight = gate.projector.weight;
-        self.model.device.matmul(&product(Order::Nt, [t, width, d], x, weight, projected));
+        self.model.device.exact_matmul(&product(Order::Nt, [t, width, d], x, weight, projected));
         if let Some(bias) = gate.projector.bias {
             self.model.device.add_bias(&AddBias { rows: t, columns: width, x: projected, bias });
         }
@@ -38,17 +38,18 @@ impl Pass<'_> {
         let op = NormalizeRows { rows: e, dim: width, x: gate.similarity, y, norm };
         self.model.device.normalize_rows(&op);
         let logits = router.logits.slice(0, t * e);
-        self.model.device.matmul(&product(Order::Nt, [t, e, width], normed, y, logits));
+        self.model.device.exact_matmul(&product(Order::Nt, [t, e, width], normed, y, logits));
         self.model.device.temper(&Temper { temperature: gate.temperature, x: logits });
     }
 
+    /// Gradients of all but the projector's matrix; that of its output, and the matrix with where
+    /// its gradient goes. None: the gate is another one.
     pub(crate) fn cosine_backward(
         &mut self,
         layer: usize,
         t: usize,
-        x: Buffer,
-        gradients: &DenseLayer,
-    ) {
+        (gradients, accumulate): (&DenseLayer, bool),
+    ) -> Option<(Buffer, [Buffer; 2])> {
         let e = self.model.expert_count();
         let router = self.model.router(layer);
         let weights = self.model.dense.layers[layer].cosine;
@@ -57,7 +58,7 @@ impl Pass<'_> {
         let (Some(gate), Some(kept), Some(scratch), Some(gradient)) =
             (weights, kept, scratch, gradients.cosine)
         else {
-            return;
+            return None;
         };
         let width = gate.similarity.len() / e;
         let rows = |buffer: Buffer| buffer.slice(0, t * width);
@@ -65,6 +66,7 @@ impl Pass<'_> {
             [rows(scratch[0]), rows(scratch[1]), scratch[2]];
         let dlogits = self.model.router_scratch().dlogits.slice(0, t * e);
         self.model.device.temper_backward(&TemperBackward {
+            accumulate,
             temperature: gate.temperature,
             x: router.logits.slice(0, t * e),
             dx: dlogits,
@@ -72,12 +74,13 @@ impl Pass<'_> {
         });
         let normed = rows(kept.normed);
         let op = product(Order::Nn, [t, width, e], dlogits, kept.similarity, d_normed);
-        self.model.device.matmul(&op);
+        self.model.device.exact_matmul(&op);
         let op = product(Order::Tn, [e, width, t], dlogits, normed, d_similarity);
-        self.model.device.matmul(&op);
+        self.model.device.exact_matmul(&op);
         self.model.device.normalize_rows_backward(&NormalizeRowsBackward {
             rows: e,
             dim: width,
+            accumulate,
             y: kept.similarity,
             norm: kept.similarity_norm,
             dy: d_similarity,
@@ -85,24 +88,19 @@ impl Pass<'_> {
         });
         let norm = kept.norm.slice(0, t);
         let (y, dy, dx) = (normed, d_normed, d_projected);
-        let op = NormalizeRowsBackward { rows: t, dim: width, y, norm, dy, dx };
+        let (rows, dim) = (t, width);
+        let op = NormalizeRowsBackward { rows, dim, accumulate: false, y, norm, dy, dx };
         self.model.device.normalize_rows_backward(&op);
         if let Some(dbias) = gradient.projector.bias {
-            let (rows, columns, accumulate) = (t, width, false);
-            self.model.device.bias_backward(&BiasBackward {
-                rows,
-                columns,
-                accumulate,
-                dy: dx,
-                dbias,
-            });
+            let (columns, dy) = (width, dx);
+            let op = BiasBackward { rows, columns, accumulate, dy, dbias };
+            self.model.device.bias_backward(&op);
         }
-        let pair = [gate.projector.weight, gradient.projector.weight];
-        self.linear_gate_backward(t, x, dx, pair, true);
         if self.model.config.router.frozen {
             self.model.device.fill_zero(gradient.similarity);
             self.model.device.fill_zero(gradient.temperature);
             gradient.projector.bias.into_iter().for_each(|bias| self.model.device.fill_zero(bias));
         }
+        Some((dx, [gate.projector.weight, gradient.projector.weight]))
     }
 }

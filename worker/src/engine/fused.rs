@@ -5,17 +5,14 @@
 //! any other router   gate (`gate.rs`) -> choices -> place -> experts -> combine
 //! ```
 //! What it keeps for backward lies in `Layer::fused`. Nobody behind a choice knows which router
-//! made it. On GPUs the op adds losses and loads to the step's numbers by itself, else
-//! `recording.rs` does.
+//! made it.
 
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
-use crate::engine::round::Aim;
 use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeNumbers, MoeTensors, Output, Saved, Weights,
+    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Saved, Weights,
 };
-use moejob_kernels::numbers::record;
 use moejob_kernels::{
     Buffer, DType, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
     MoeRoute, RouteGroups,
@@ -31,7 +28,8 @@ pub(crate) fn activation(name: Activation) -> moejob_kernels::Activation {
     }
 }
 
-/// The layer of `tokens` in `segments`, whose losses count `router_scale` times.
+/// The layer of `tokens` in `segments`, whose losses count `router_scale` times. Where a gate
+/// chooses it is a part: the experts alone.
 pub(crate) fn describe(
     model: &ModelConfig,
     [element, gradient]: [DType; 2],
@@ -41,6 +39,7 @@ pub(crate) fn describe(
 ) -> MoeDesc {
     let (experts, router) = (&model.experts, &model.router);
     let (count, kept) = (router.groups as usize, router.topk_groups as usize);
+    let plain = router.is_of_one_op();
     MoeDesc {
         element,
         tokens,
@@ -48,7 +47,7 @@ pub(crate) fn describe(
         hidden: experts.intermediate_size as usize,
         experts: experts.count as usize,
         top_k: model.slots() as usize,
-        part: false,
+        part: !plain,
         activation: match experts.activation {
             Activation::Silu => MoeActivation::Silu,
             Activation::Relu => MoeActivation::Relu,
@@ -58,8 +57,8 @@ pub(crate) fn describe(
         sigmoid: router.scoring == Scoring::Sigmoid,
         norm_topk: router.norm_topk_prob,
         scale: router.scale as f32,
-        groups: (count > 1).then_some(RouteGroups { count, kept }),
-        segments,
+        groups: (plain && count > 1).then_some(RouteGroups { count, kept }),
+        segments: if plain { segments } else { 1 },
         sources: 1,
         aux_coef: router.aux_loss_coef * router_scale,
         z_coef: router.z_loss_coef * router_scale,
@@ -77,18 +76,12 @@ impl Model {
         Some(MoeDesc { tokens, ..self.fused? })
     }
 
-    /// What the layer's ops read and keep of `t` tokens; `counted`: it adds to the step's numbers.
-    fn moe_tensors(&self, layer: usize, t: usize, counted: bool) -> Option<MoeTensors> {
+    /// What the layer's ops read and keep of `t` tokens.
+    fn moe_tensors(&self, layer: usize, t: usize) -> Option<MoeTensors> {
         let b = &self.buffers.layers[layer];
         let stacks = self.stacks[layer]?;
         let dense = &self.dense.layers[layer];
         let fused = b.fused.as_ref()?;
-        let numbers = self.buffers.numbers.reduced;
-        let loads = self.numbers.loads(self.mixture_place(layer));
-        let numbers = MoeNumbers {
-            losses: self.buffers.numbers.record.slice(record::AUX, 2),
-            loads: numbers.slice(loads.start, loads.len()),
-        };
         Some(MoeTensors {
             x: self.moe_input(layer, t),
             residual: Some(b.mid.slice(0, t * self.dim())),
@@ -101,7 +94,6 @@ impl Model {
             },
             saved: saved(fused, t, self.fused?.tokens, [self.expert_count(), self.top_k()]),
             workspace: self.buffers.scratch.workspace,
-            numbers: counted.then_some(numbers),
             loss_scale: self.buffers.numbers.loss_scale,
         })
     }
@@ -136,9 +128,7 @@ impl Pass<'_> {
     pub(crate) fn fused_forward(&mut self, layer: usize, out: Buffer) {
         let t = self.round.tokens;
         let Some(desc) = self.model.layer_of(t) else { return };
-        let recorded = self.round.aim == Aim::Record && !self.again;
-        let counted = recorded && !self.model.shape.on_cpu;
-        let Some(tensors) = self.model.moe_tensors(layer, t, counted) else { return };
+        let Some(tensors) = self.model.moe_tensors(layer, t) else { return };
         let own = (t > 0).then_some(tensors);
         if self.model.here.is_some() {
             return self.spread_forward(layer, own, out);
@@ -146,12 +136,11 @@ impl Pass<'_> {
         let Some(tensors) = own else { return };
         if self.model.plain {
             self.model.device.moe_forward(&MoeForward { desc, tensors, out });
-            return self.record_choices(layer, t);
+            return self.record_routing(layer, t);
         }
         self.choose(layer, &desc, &tensors);
         self.place_all(&desc, &tensors);
-        let (desc, each) = (of_experts(&desc), false);
-        self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each });
+        self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each: false });
     }
 
     /// The experts of each own token, and what is recorded of that.
@@ -163,14 +152,7 @@ impl Pass<'_> {
             self.drop_input(layer, t);
             self.gate(layer, t);
         }
-        self.record_choices(layer, t);
-    }
-
-    /// Records a layer's choices, which a GPU's op does by itself.
-    fn record_choices(&mut self, layer: usize, t: usize) {
-        if self.model.shape.on_cpu || !self.model.plain {
-            self.record_routing(layer, t);
-        }
+        self.record_routing(layer, t);
     }
 
     /// Where the rows of each expert lie, all of which are here.
@@ -193,7 +175,7 @@ impl Pass<'_> {
     pub(crate) fn fused_backward(&mut self, layer: usize, leaf: &Leaf) {
         let t = self.round.tokens;
         let Some(desc) = self.model.layer_of(t) else { return };
-        let Some(tensors) = self.model.moe_tensors(layer, t, false) else { return };
+        let Some(tensors) = self.model.moe_tensors(layer, t) else { return };
         let own = (t > 0).then_some(tensors);
         if t > 0 && !self.model.plain {
             self.drop_input(layer, t);
@@ -229,7 +211,7 @@ impl Pass<'_> {
                 .moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
         }
         let ds = self.model.router_scratch().dweights.slice(0, desc.slots());
-        let (desc, each, up_later) = (of_experts(&desc), false, false);
+        let (each, up_later) = (false, false);
         self.model.device.moe_experts_backward(&MoeExpertsBackward {
             desc,
             tensors,
@@ -240,11 +222,6 @@ impl Pass<'_> {
             gradients,
             up_later,
         });
-        self.gate_backward(layer, t, &dense.layers[layer], ds);
+        self.gate_backward(layer, t, (&dense.layers[layer], leaf.accumulate), ds);
     }
-}
-
-/// The experts of a layer behind a choice that was made.
-fn of_experts(layer: &MoeDesc) -> MoeDesc {
-    MoeDesc { part: true, groups: None, segments: 1, ..*layer }
 }

@@ -5,6 +5,7 @@
 //!                  -> jitter -> logits (linear | cosine) -> gate -> ids, weights, statistics
 //! statistics -> balance (micro-batch | sequence | all of the step) -> their gradient -> gate
 //! ```
+//! The router computes in fp32 where elements have 16 bits, on what the layer's input is in fp32.
 //! A micro-batch is routed where it is computed, whoever that is: noise is a function of (seed,
 //! step, layer, token of the step), capacity and statistics are the micro-batch's. Evaluation has
 //! no noise. docs/routers.md has the equations.
@@ -15,12 +16,13 @@ use crate::engine::model::Model;
 use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
-    BalanceLoss, BalanceLosses, Buffer, Choice, Gate, GateBackward, Layout as Order, Load,
-    LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups, Scoring,
+    Add, ArenaPlan, BalanceLoss, BalanceLosses, Buffer, Cast, Choice, DType, Gate, GateBackward,
+    Layout as Order, Load, LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups, Scoring,
 };
 use moejob_protocol::buffers::{GateScratch, Router, RouterScratch};
 use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss as BalanceName, RouterConfig, RouterKind, Scoring as ScoringName,
+    AuxLossScope, BalanceLoss as BalanceName, ModelConfig, RouterConfig, RouterKind,
+    Scoring as ScoringName,
 };
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
@@ -41,6 +43,108 @@ pub(crate) fn product(
     c: Buffer,
 ) -> Matmul {
     Matmul { layout, m, n, k, accumulate: false, a, b, c }
+}
+
+/// A gate as far as it is no memory.
+pub(crate) struct Rules {
+    pub layer: usize,
+    pub tokens: usize,
+    pub segments: usize,
+    /// There is noise, and the capacity of training.
+    pub trains: bool,
+}
+
+impl Rules {
+    /// The gate of a model without its buffers, but for the deviations of learned noise.
+    pub fn gate(&self, model: &ModelConfig, raw: Option<Buffer>) -> Gate {
+        let (config, experts) = (&model.router, &model.experts);
+        let (count, tokens) = (experts.count as usize, self.tokens);
+        let factor = match self.trains {
+            true => config.capacity_factor,
+            false => config.eval_capacity_factor,
+        };
+        let capacity = config.capacity(factor, tokens as u64, experts.count, experts.per_token);
+        let groups =
+            RouteGroups { count: config.groups as usize, kept: config.topk_groups as usize };
+        let std = config.gate_noise / count as f64;
+        let none = ArenaPlan::new().alloc(DType::U8, 0);
+        Gate {
+            tokens,
+            experts: count,
+            top_k: model.slots() as usize,
+            segments: self.segments,
+            choice: self.choice(model),
+            scoring: scoring(config.scoring),
+            norm_topk: config.norm_topk_prob,
+            scale: config.scale,
+            groups: (config.groups > 1).then_some(groups),
+            capacity: capacity.map(|capacity| capacity as usize),
+            prioritized: config.batch_prioritized,
+            hysteresis: config.hysteresis,
+            noise: match raw {
+                Some(raw) => LogitNoise::Learned { raw },
+                None if std > 0.0 => LogitNoise::Normal { std },
+                None => LogitNoise::None,
+            },
+            load: match (config.balance_loss, raw) {
+                (BalanceName::LoadImportance, _) if self.trains => Load::Tutel { std },
+                (BalanceName::CvSquared, Some(raw)) => Load::Shazeer { raw },
+                _ => Load::None,
+            },
+            before: None,
+            draw: None,
+            bias: None,
+            logits: none,
+            words: none,
+            positions: none,
+            noisy: none,
+            probs: none,
+            lse: none,
+            chosen: none,
+            ids: none,
+            weights: none,
+            first: none,
+            counts: none,
+            dropped: none,
+            stats: none,
+            losses: none,
+            workspace: none,
+        }
+    }
+
+    fn choice(&self, model: &ModelConfig) -> Choice {
+        let (config, experts) = (&model.router, &model.experts);
+        match config.kind {
+            RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel | RouterKind::NoisyTopK => {
+                Choice::TopK
+            }
+            RouterKind::Gshard => Choice::RandomSecond,
+            RouterKind::TopP => Choice::TopP { sum: config.top_p },
+            RouterKind::ExpertChoice => {
+                let (tokens, per_token) = (self.tokens as u64, experts.per_token);
+                let rows = RouterConfig::chosen_rows(tokens, experts.count, per_token);
+                Choice::Experts { rows: rows as usize }
+            }
+            RouterKind::Hash => {
+                Choice::Hash { seed: config.hash_seed.into(), layer: self.layer as u32 }
+            }
+        }
+    }
+}
+
+/// The gates of steps and of evaluation, as far as their kernels differ; none where one op chooses.
+pub(crate) fn gates(model: &ModelConfig, tokens: usize) -> Vec<Gate> {
+    let mixture = (0..model.num_hidden_layers).any(|layer| model.is_moe_layer(layer));
+    if !mixture || model.router.is_of_one_op() {
+        return Vec::new();
+    }
+    let none = ArenaPlan::new().alloc(DType::F32, 0);
+    let learned = model.router.kind == RouterKind::NoisyTopK;
+    let gate = |trains: bool| {
+        let raw = (learned && trains).then_some(none);
+        Rules { layer: 0, tokens, segments: 1, trains }.gate(model, raw)
+    };
+    vec![gate(true), gate(false)]
 }
 
 impl Model {
@@ -83,9 +187,19 @@ impl Model {
         (eps > 0.0 && self.noise.is_some()).then_some(Mask::Jitter { eps })
     }
 
-    pub(crate) fn gate_buffer_jittered(&self, t: usize) -> Option<Buffer> {
-        let scratch = &self.buffers.scratch.router.as_ref()?.gate;
-        Some(scratch.jittered?.slice(0, t * self.dim()))
+    /// Where the router's own input is made, unless that is the layer's.
+    fn own_input(&self, t: usize) -> Option<Buffer> {
+        let own = self.gate_scratch().input?.slice(0, t * self.dim());
+        let differs = own.dtype() != self.buffers.layers[0].norm2.dtype();
+        (differs || self.jitter().is_some()).then_some(own)
+    }
+
+    /// Something of what a router does is random, and another in each step.
+    pub(crate) fn draws(&self) -> bool {
+        let RouterConfig { kind, jitter, input_dropout, gate_noise, .. } = self.config.router;
+        let moves = [jitter, input_dropout, gate_noise].iter().any(|size| *size > 0.0);
+        let coins = matches!(kind, RouterKind::Gshard | RouterKind::NoisyTopK);
+        !self.mixture.is_empty() && (moves || coins)
     }
 
     /// Where the deviations of learned noise lie; none while evaluating.
@@ -96,43 +210,13 @@ impl Model {
 
     pub(crate) fn gate_op(&self, layer: usize, t: usize) -> Gate {
         let (e, k) = (self.expert_count(), self.top_k());
-        let (router, config) = (self.router(layer), &self.config.router);
+        let router = self.router(layer);
         let gate = router.gate.clone().expect("a router with a gate has its memory");
         let segments = self.segments(t);
-        let factor = match self.noise {
-            Some(_) => config.capacity_factor,
-            None => config.eval_capacity_factor,
-        };
-        let per_token = self.config.experts.per_token;
-        let capacity = config.capacity(factor, t as u64, e as u32, per_token);
-        let groups =
-            RouteGroups { count: config.groups as usize, kept: config.topk_groups as usize };
-        let raw = self.raw(layer, t);
-        let std = config.gate_noise / e as f64;
+        let of = Rules { layer, tokens: t, segments, trains: self.noise.is_some() };
+        let rules = of.gate(&self.config, self.raw(layer, t));
         Gate {
-            tokens: t,
-            experts: e,
-            top_k: k,
-            segments,
-            choice: self.choice(layer, t),
-            scoring: scoring(config.scoring),
-            norm_topk: config.norm_topk_prob,
-            scale: config.scale,
-            groups: (config.groups > 1).then_some(groups),
-            capacity: capacity.map(|capacity| capacity as usize),
-            prioritized: config.batch_prioritized,
-            hysteresis: config.hysteresis,
             before: self.experts_before(layer),
-            noise: match raw {
-                Some(raw) => LogitNoise::Learned { raw },
-                None if std > 0.0 => LogitNoise::Normal { std },
-                None => LogitNoise::None,
-            },
-            load: match (config.balance_loss, raw) {
-                (BalanceName::LoadImportance, _) if self.noise.is_some() => Load::Tutel { std },
-                (BalanceName::CvSquared, Some(raw)) => Load::Shazeer { raw },
-                _ => Load::None,
-            },
             draw: self.draw(layer),
             logits: router.logits.slice(0, t * e),
             bias: self.dense.layers[layer].correction,
@@ -149,23 +233,8 @@ impl Model {
             dropped: gate.dropped,
             stats: gate.stats.slice(0, segments * row::COUNT * e),
             losses: router.losses.slice(1, 2),
-        }
-    }
-
-    fn choice(&self, layer: usize, t: usize) -> Choice {
-        let config = &self.config.router;
-        let experts = &self.config.experts;
-        match config.kind {
-            RouterKind::TopK | RouterKind::Switch | RouterKind::Tutel | RouterKind::NoisyTopK => {
-                Choice::TopK
-            }
-            RouterKind::Gshard => Choice::RandomSecond,
-            RouterKind::TopP => Choice::TopP { sum: config.top_p },
-            RouterKind::ExpertChoice => {
-                let rows = RouterConfig::chosen_rows(t as u64, experts.count, experts.per_token);
-                Choice::Experts { rows: rows as usize }
-            }
-            RouterKind::Hash => Choice::Hash { seed: config.hash_seed.into(), layer: layer as u32 },
+            workspace: self.buffers.scratch.workspace,
+            ..rules
         }
     }
 
@@ -229,13 +298,12 @@ impl Pass<'_> {
     /// The layer's input as the router sees it.
     fn router_input(&mut self, layer: usize, t: usize) -> Buffer {
         let x = self.model.moe_input(layer, t);
-        let (Some(mask), Some(jittered)) =
-            (self.model.jitter(), self.model.gate_buffer_jittered(t))
-        else {
-            return x;
-        };
-        self.mask(layer, t, mask, [x, jittered], false);
-        jittered
+        let Some(own) = self.model.own_input(t) else { return x };
+        match self.model.jitter() {
+            Some(mask) => self.mask(layer, t, mask, [x, own], false),
+            None => self.model.device.cast(&Cast { from: x, to: own }),
+        }
+        own
     }
 
     /// Logits, choice and statistics of the layer's tokens. What pads the last of a round's tokens
@@ -255,79 +323,87 @@ impl Pass<'_> {
         if weights.cosine.is_some() {
             self.cosine_logits(layer, t, x, &weights);
         } else if let Some(router) = weights.router {
-            self.model.device.matmul(&product(Order::Nt, [t, e, d], x, router, logits));
+            let op = product(Order::Nt, [t, e, d], x, router, logits);
+            self.model.device.exact_matmul(&op);
         }
         if let (Some(raw), Some(noise)) = (self.model.raw(layer, t), weights.noise) {
-            self.model.device.matmul(&product(Order::Nt, [t, e, d], x, noise, raw));
+            let op = product(Order::Nt, [t, e, d], x, noise, raw);
+            self.model.device.exact_matmul(&op);
         }
         let op = self.model.gate_op(layer, t);
         self.model.device.gate(&op);
         self.model.keep_experts(layer, &op);
     }
 
-    /// Gradients of the router's weights, and dnorm += what flows through its input; dnorm is that
-    /// of the layer's input then, before its dropout. `dweights` [T, K] are those of choices.
+    /// Gradients of the router's weights, added to what is there or not, and dnorm += what flows
+    /// through its input; dnorm is that of the layer's input then, before its dropout. `dweights`
+    /// [T, K] are those of choices.
     pub(crate) fn gate_backward(
         &mut self,
         layer: usize,
         t: usize,
-        gradients: &DenseLayer,
+        (gradients, accumulate): (&DenseLayer, bool),
         dweights: Buffer,
     ) {
-        let (e, d) = (self.model.expert_count(), self.model.dim());
         if self.model.config.router.kind != RouterKind::Hash {
+            let e = self.model.expert_count();
             let x = self.router_input(layer, t);
             self.gate_gradient(layer, t, dweights);
             let dlogits = self.model.router_scratch().dlogits.slice(0, t * e);
             let weights = self.model.dense.layers[layer].clone();
-            let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
-            if weights.cosine.is_some() {
-                self.cosine_backward(layer, t, x, gradients);
-            } else if let (Some(router), Some(gradient)) = (weights.router, gradients.router) {
-                self.linear_gate_backward(t, x, dlogits, [router, gradient], true);
-            }
+            let scores = match (weights.router, gradients.router) {
+                (Some(weight), Some(gradient)) => Some((dlogits, [weight, gradient])),
+                _ => self.cosine_backward(layer, t, (gradients, accumulate)),
+            };
             let d_raw = self.model.gate_scratch().d_raw.map(|d_raw| d_raw.slice(0, t * e));
-            if let (Some(d_raw), Some(noise), Some(gradient)) =
-                (d_raw, weights.noise, gradients.noise)
-            {
-                self.linear_gate_backward(t, x, d_raw, [noise, gradient], false);
-            }
-            if let (Some(mask), true) = (self.model.jitter(), x != self.model.moe_input(layer, t)) {
-                self.mask(layer, t, mask, [x, dnorm], true);
-            }
+            let noise = d_raw.zip(weights.noise.zip(gradients.noise));
+            let noise = noise.map(|(d_raw, (weight, gradient))| (d_raw, [weight, gradient]));
+            let products: Vec<_> = scores.into_iter().chain(noise).collect();
+            self.weights_backward(t, x, &products, accumulate);
+            self.input_backward_of_router(layer, t, x, &products);
         }
         self.drop_backward(layer, t);
     }
 
-    /// dW = dy^T x, and the gradient of x: into dnorm, or over x where noise stands between.
-    /// `first` begins that.
-    pub(crate) fn linear_gate_backward(
+    /// dW (+)= dy^T x of each product of the router's input; zeros for a frozen router.
+    fn weights_backward(
         &mut self,
         t: usize,
         x: Buffer,
-        dy: Buffer,
-        [weight, gradient]: [Buffer; 2],
-        first: bool,
+        products: &[(Buffer, [Buffer; 2])],
+        accumulate: bool,
     ) {
-        debug_assert!(
-            first || self.model.jitter().is_none(),
-            "rules refuse jitter with learned noise"
-        );
-        let (n, d) = (dy.len() / t, self.model.dim());
-        self.router_gradient(product(Order::Tn, [n, d, t], dy, x, gradient));
-        let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
-        let jittered = self.model.jitter().is_some();
-        let into = if jittered { x } else { dnorm };
-        let op = product(Order::Nn, [t, d, n], dy, weight, into);
-        self.model.device.matmul(&Matmul { accumulate: !jittered, ..op });
+        for (dy, [_, gradient]) in products {
+            let sizes = [dy.len() / t, self.model.dim(), t];
+            let op = Matmul { accumulate, ..product(Order::Tn, sizes, *dy, x, *gradient) };
+            match self.model.config.router.frozen {
+                true => self.model.device.fill_zero(*gradient),
+                false => self.model.device.exact_matmul(&op),
+            }
+        }
     }
 
-    /// A gradient of the router's weights; zeros for a frozen one.
-    fn router_gradient(&mut self, op: Matmul) {
-        if self.model.config.router.frozen {
-            self.model.device.fill_zero(op.c);
-        } else {
-            self.model.device.matmul(&op);
+    /// dnorm += the gradient of the router's input `x`, which it may overwrite.
+    fn input_backward_of_router(
+        &mut self,
+        layer: usize,
+        t: usize,
+        x: Buffer,
+        products: &[(Buffer, [Buffer; 2])],
+    ) {
+        let d = self.model.dim();
+        let dnorm = self.model.buffers.scratch.dnorm.slice(0, t * d);
+        let own = x != self.model.moe_input(layer, t);
+        for (at, (dy, [weight, _])) in products.iter().enumerate() {
+            let (into, sizes) = (if own { x } else { dnorm }, [t, d, dy.len() / t]);
+            let accumulate = !own || at > 0;
+            let op = Matmul { accumulate, ..product(Order::Nn, sizes, *dy, *weight, into) };
+            self.model.device.exact_matmul(&op);
+        }
+        match self.model.jitter() {
+            Some(mask) => self.mask(layer, t, mask, [x, dnorm], true),
+            None if own => self.model.device.add(&Add { a: dnorm, b: x }),
+            None => {}
         }
     }
 
@@ -351,6 +427,7 @@ impl Pass<'_> {
             forward: self.model.gate_op(layer, t),
             z_coef: z * self.model.router_scale,
             entropy_coef: entropy * self.model.router_scale,
+            loss_scale: self.model.buffers.numbers.loss_scale,
             dweights: dweights.slice(0, t * k),
             dstats: balance.gradient.map_or(gate.dstats, |(into, _)| into),
             dlogits: scratch.dlogits.slice(0, t * e),
@@ -385,7 +462,7 @@ fn balance_loss(name: BalanceName) -> BalanceLoss {
     }
 }
 
-fn scoring(name: ScoringName) -> Scoring {
+pub(crate) fn scoring(name: ScoringName) -> Scoring {
     match name {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,

@@ -256,8 +256,8 @@ impl Engine {
     /// A step begins; whether its parts could be graphs.
     ///
     /// Marks lie between ops and are times. Between ranks links have epochs of their own, and a
-    /// lane beside the ops has marks that are waited for once. Of models in buckets no op draws
-    /// noise, which would be another in each step, and none is told which micro-batch it computes.
+    /// lane beside the ops has marks that are waited for once. What a router draws is another in
+    /// each step. No other op is told which micro-batch it computes.
     pub(super) fn begin_graphs(&mut self) -> bool {
         let (model, links) = (&self.model, &self.links);
         let alone = |device: &CudaDevice| device.comm_stream().is_none();
@@ -265,6 +265,7 @@ impl Engine {
             && model.device.as_cuda().is_some_and(alone)
             && !model.device.keeps_marks()
             && !model.has_one_balance()
+            && !model.draws()
             && model.past.is_none();
         self.graphs.begin(may);
         may

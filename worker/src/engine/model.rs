@@ -11,7 +11,7 @@
 use crate::engine::arena::{Growing, dtype, lay_out};
 use crate::engine::beside::Chunked;
 use crate::engine::fused;
-use crate::engine::gate::Noise;
+use crate::engine::gate::{Noise, gates};
 use crate::engine::group::ExpertGroup;
 use crate::engine::lane::Lane;
 use crate::engine::links::window_wanted;
@@ -21,7 +21,7 @@ use crate::engine::places::Places;
 use crate::engine::portion::LEGS;
 use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
-use moejob_kernels::cuda::{AttentionDesc, MoeDesc, Refusal, StepKernels};
+use moejob_kernels::cuda::{AttentionDesc, GateShape, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
 use moejob_protocol::buffers::Buffers;
 use moejob_protocol::config::{Backend, Precision, TrainingConfig};
@@ -421,6 +421,7 @@ pub fn step_kernels(
         head: head_desc(config, &shape, shape.tokens as usize),
         attentions: attentions(config, &shape, training),
         layers: descs(config, &shape, fused, here),
+        gates: gates(config, shape.tokens as usize).iter().map(GateShape::of).collect(),
         shared_out: here.is_some(),
     }
 }
@@ -454,6 +455,10 @@ fn prepare(
     };
     for desc in attentions {
         bytes = bytes.max(device.attention_plan(&desc)?);
+    }
+    for gate in gates(config, shape.tokens as usize) {
+        device.gate_load(&gate)?;
+        bytes = bytes.max(device.gate_workspace([gate.tokens, gate.experts, gate.top_k]));
     }
     shape.workspace = bytes as u64;
     Ok(())

@@ -176,7 +176,6 @@ impl Portion {
                 router_halves: none,
             },
             workspace: model.buffers.scratch.workspace,
-            numbers: None,
             loss_scale: None,
         }
     }

@@ -1,12 +1,13 @@
 //! What a round leaves of its routing, beside activations: statistics, losses, loads, switches.
 
 use crate::engine::forward::Pass;
+use crate::engine::gate::scoring;
 use crate::engine::model::Model;
 use crate::engine::round::Aim;
 use moejob_kernels::balance::row;
 use moejob_kernels::numbers::record;
 use moejob_kernels::{Add, AddRouting, RouteEntropy, SumRows};
-use moejob_protocol::model::{AuxLossScope, Scoring};
+use moejob_protocol::model::AuxLossScope;
 
 impl Model {
     /// Under the scope `hf` the layers are one: the loads of a layer's auxiliary loss are those of
@@ -72,8 +73,8 @@ impl Pass<'_> {
         if model.plain {
             model.device.route_entropy(&RouteEntropy {
                 experts,
-                softmax: model.config.router.scoring == Scoring::Softmax,
-                probs: kept.probs.slice(0, t * experts),
+                scoring: scoring(model.config.router.scoring),
+                probs: kept.probs.slice(0, kept.probs.len().min(t * experts)),
                 logits: kept.logits.slice(0, t * experts),
                 lse: kept.lse.slice(0, t),
                 entropy: kept.losses.slice(2, 1),

@@ -235,7 +235,8 @@ impl Pass<'_> {
             }
         }
         if !plain {
-            self.gate_backward(layer, self.round.tokens, &dense.layers[layer], ds);
+            let gradients = (&dense.layers[layer], leaf.accumulate);
+            self.gate_backward(layer, self.round.tokens, gradients, ds);
         }
         self.mark("router'", Some(layer));
     }

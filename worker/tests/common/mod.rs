@@ -5,6 +5,7 @@ pub mod chaos;
 pub mod disk;
 pub mod made;
 pub mod reference;
+pub mod routers;
 
 use moe_worker::checkpoint::Disk;
 use moejob_protocol::config::{

@@ -11,6 +11,8 @@ use crate::route::Scoring;
 struct Row<'a, T> {
     op: &'a GateBackward,
     token: usize,
+    /// What losses are multiplied by
+    times: f64,
     scores: Token<'a, T>,
     estimate: Estimate<'a, T>,
     lse: f64,
@@ -35,6 +37,8 @@ impl CpuDevice {
         let ids: &[u32] = views.read(gate.ids);
         let dweights: &[T] = views.read(op.dweights);
         let dstats: &[f64] = views.read(op.dstats);
+        let times = op.loss_scale.map_or(1.0, |scale| f64::from(views.read::<f32>(scale)[0]));
+        let scaled: Vec<f64> = dstats.iter().map(|d| d * times).collect();
         let dlogits: &mut [T] = views.write(op.dlogits);
         let mut none: [T; 0] = [];
         let d_raw: &mut [T] = match op.d_raw {
@@ -66,12 +70,13 @@ impl CpuDevice {
                 let row = Row {
                     op,
                     token,
+                    times,
                     scores: Token::new(gate, &probs[at..][..e], &chosen[slots..][..k]),
                     estimate: Estimate { op: gate, logits, noisy, raw },
                     lse: lse[token].wide(),
                     ids: &ids[slots..][..k],
                     dweights: &dweights[slots..][..k],
-                    dstats: &dstats[segment * 3 * e..][..3 * e],
+                    dstats: &scaled[segment * 3 * e..][..3 * e],
                 };
                 out.clear();
                 row.gradient(&mut out);
@@ -113,7 +118,7 @@ impl<T: Float> Row<'_, T> {
     /// The gradient by the scores: of weights, mean scores and entropy.
     fn by_score(&self, by_probs: &[f64], importance: &[f64]) -> Vec<f64> {
         let (gate, scores) = (&self.op.forward, &self.scores);
-        let entropy = self.op.entropy_coef / gate.tokens as f64;
+        let entropy = self.times * self.op.entropy_coef / gate.tokens as f64;
         let by_share = |expert: usize| {
             let share = scores.share(expert).max(PROB_MIN);
             let of_entropy = if entropy == 0.0 { 0.0 } else { -entropy * (ln(share) + 1.0) };
@@ -156,7 +161,7 @@ impl<T: Float> Row<'_, T> {
     fn through_scores(&self, by_score: &[f64], out: &mut Gradients) {
         let (gate, scores) = (&self.op.forward, &self.scores);
         let softmax = gate.scoring == Scoring::Softmax;
-        let z = 2.0 * self.op.z_coef * self.lse / gate.tokens as f64;
+        let z = 2.0 * self.times * self.op.z_coef * self.lse / gate.tokens as f64;
         let mean = by_score.iter().zip(scores.probs).fold(0.0, |sum, (d, p)| {
             d.mul_add(p.wide(), sum)
         });

@@ -39,10 +39,10 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             dropped: self.words(e, 1),
             stats: self.doubles(segments * STATISTICS * e),
             cosine: width.map(|width| Cosine {
-                projected: self.floats(t, width),
-                normed: self.floats(t, width),
+                projected: self.statistics(t, width),
+                normed: self.statistics(t, width),
                 norm: self.doubles(t),
-                similarity: self.floats(e, width),
+                similarity: self.statistics(e, width),
                 similarity_norm: self.doubles(e),
             }),
         }
@@ -63,13 +63,14 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
         let (e, router) = (u64::from(self.model.experts.count), &self.model.router);
         let learned = router.kind == RouterKind::NoisyTopK;
         let width = router.cosine.as_ref().map(|cosine| u64::from(cosine.projection_size));
-        let segments = self.shape.segments;
+        let (segments, types) = (self.shape.segments, self.shape.types);
+        let sees = router.kind != RouterKind::Hash && types.element != types.statistic;
         GateScratch {
             dropped: (router.input_dropout > 0.0).then(|| self.floats(t, d)),
-            jittered: (router.jitter > 0.0).then(|| self.floats(t, d)),
+            input: (router.jitter > 0.0 || sees).then(|| self.statistics(t, d)),
             d_raw: learned.then(|| self.statistics(t, e)),
             dstats: self.doubles(segments * 3 * e),
-            cosine: width.map(|width| [t, t, e].map(|rows| self.floats(rows, width))),
+            cosine: width.map(|width| [t, t, e].map(|rows| self.statistics(rows, width))),
         }
     }
 }
