@@ -527,7 +527,8 @@ mod tests {
         let seen = state(json!({"terminated": {"exitCode": 3, "reason": "Error"}}));
         assert_eq!(seen.ended, Some((Some(3), "exit code 3".to_string())));
         let seen = state(json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}));
-        assert_eq!(seen.ended, Some((None, "exit code 137 (OOMKilled)".to_string())));
+        let words = "its container took more memory than its limit and was killed (OOMKilled)";
+        assert_eq!(seen.ended, Some((None, words.to_string())));
         let seen = pod(json!({"phase": "Failed", "reason": "Evicted", "message": "disk"}));
         assert_eq!(seen.ended, Some((None, "its pod Failed: Evicted: disk".to_string())));
     }

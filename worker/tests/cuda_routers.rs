@@ -154,8 +154,8 @@ fn compare(name: &str, model: &ModelConfig, training: &TrainingConfig) -> u64 {
         for (at, (found, expected)) in pairs.into_iter().enumerate() {
             let apart = if found == expected { 0.0 } else { apart(found, expected) };
             let told = || format!("{name}: step {step}: number {at} is {found} for {expected}");
-            // A loss of balance may be next to nothing.
-            assert!(apart < 1e-5 || (found - expected).abs() < 1e-9, "{}", told());
+            // A loss of balance may be next to nothing, as the difference of larger numbers.
+            assert!(apart < 1e-5 || (found - expected).abs() < 1e-7, "{}", told());
             worst = if at == 0 { worst.max(apart) } else { worst };
         }
         let norm = apart(found.grad_norm, expected.grad_norm);

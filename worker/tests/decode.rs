@@ -240,55 +240,94 @@ fn the_likeliest_tokens_are_those_of_transformers() {
     }
 }
 
+fn opened(config: &ModelConfig, computer: Computer) -> Decoder {
+    let mut decoder = Decoder::empty(config, 600, computer).expect("a small arena");
+    initialize(decoder.model_mut(), 5);
+    decoder.model_mut().finish().expect("a state");
+    decoder
+}
+
+/// `count` of the likeliest tokens behind `prompt` by processors in fp32, with their logits.
+fn likeliest(config: &ModelConfig, prompt: &[u32], count: u64) -> Vec<(u32, Vec<f64>)> {
+    let (mut processors, mut next) =
+        (opened(config, on_processors(Precision::Fp32, 2)), prompt.to_vec());
+    let each = |at| {
+        let logits = processors.feed(&next).expect("a token");
+        next = vec![Sampling::GREEDY.choose(&logits, at)];
+        (next[0], logits)
+    };
+    (0..count).map(each).collect()
+}
+
+/// How far apart a GPU's logits behind the same tokens are, relative to the largest of them, and
+/// whether the likeliest token is that of processors.
+fn on_gpu(
+    config: &ModelConfig,
+    precision: Precision,
+    prompt: &[u32],
+    expected: &[(u32, Vec<f64>)],
+) -> Vec<(f64, bool)> {
+    let (mut gpu, mut next) = (opened(config, Computer::Gpu { precision }), prompt.to_vec());
+    let each = |(token, expected): &(u32, Vec<f64>)| {
+        let found = gpu.feed(&next).expect("a token");
+        let distance = |(found, expected): (&f64, &f64)| (found - expected).abs();
+        let largest = expected.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+        let apart = found.iter().zip(expected).map(distance).fold(0.0, f64::max) / largest;
+        next = vec![*token];
+        (apart, Sampling::GREEDY.choose(&found, 0) == *token)
+    };
+    expected.iter().map(each).collect()
+}
+
+fn has_gpu() -> bool {
+    let found = Gpu::open(0).is_ok();
+    if !found {
+        println!("no GPU: left out");
+    }
+    found
+}
+
 /// The likeliest tokens of a GPU in fp32 are those of processors, over more than one part of keys,
 /// and its numbers of 16 bits come near.
 #[test]
 fn a_gpu_generates_what_processors_do() {
-    if Gpu::open(0).is_err() {
-        println!("no GPU: left out");
+    if !has_gpu() {
         return;
     }
     let mut config = common::model();
     fit_gpus(&mut config);
     config.initializer_range = 0.1;
     let prompt = text(config.vocab_size, 300);
-    let opened = |computer| {
-        let mut decoder = Decoder::empty(&config, 600, computer).expect("a small arena");
-        initialize(decoder.model_mut(), 5);
-        decoder.model_mut().finish().expect("a state");
-        decoder
-    };
-    let apart = |found: &[f64], expected: &[f64]| {
-        let distance = |(found, expected): (&f64, &f64)| (found - expected).abs();
-        let largest = expected.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
-        found.iter().zip(expected).map(distance).fold(0.0, f64::max) / largest
-    };
-    let (mut expected, mut next) = (Vec::new(), prompt.clone());
-    let mut processors = opened(on_processors(Precision::Fp32, 2));
-    for at in 0..300 {
-        let logits = processors.feed(&next).expect("a token");
-        next = vec![Sampling::GREEDY.choose(&logits, at)];
-        expected.push((next[0], logits));
-    }
-    for (precision, most) in [
-        (Precision::Fp32, 1e-4),
-        (Precision::Tf32, 2e-2),
-        (Precision::Bf16, 1e-1),
-        (Precision::Fp16, 2e-2),
+    let expected = likeliest(&config, &prompt, 300);
+    // Choices of experts that lie close flip in numbers of fewer bits.
+    for (precision, most, flips) in [
+        (Precision::Fp32, 1e-4, 0),
+        (Precision::Tf32, 2e-2, 30),
+        (Precision::Bf16, 1e-1, 30),
+        (Precision::Fp16, 2e-2, 30),
     ] {
-        let mut gpu = opened(Computer::Gpu { precision });
-        let (mut next, mut far) = (prompt.clone(), 0);
-        for (at, (token, expected)) in expected.iter().enumerate() {
-            let logits = gpu.feed(&next).expect("a token");
-            let apart = apart(&logits, expected);
-            if precision == Precision::Fp32 {
-                assert_eq!(Sampling::GREEDY.choose(&logits, 0), *token, "token {at}: {apart:e}");
-            }
-            far += u32::from(apart >= most);
-            next = vec![*token];
-        }
-        // Choices of experts that lie close flip in numbers of 16 bits.
-        let flips = if precision == Precision::Fp32 { 0 } else { 30 };
+        let found = on_gpu(&config, precision, &prompt, &expected);
+        let far = found.iter().filter(|(apart, _)| *apart >= most).count();
         assert!(far <= flips, "{precision:?}: {far} of 300 tokens are {most:e} apart or more");
+        let same = found.iter().all(|(_, is_same)| *is_same);
+        assert!(same || precision != Precision::Fp32, "{precision:?}: other tokens");
+    }
+}
+
+#[test]
+fn every_router_generates_on_a_gpu() {
+    if !has_gpu() {
+        return;
+    }
+    for (name, router) in routers() {
+        let mut config = common::model();
+        fit_gpus(&mut config);
+        (config.initializer_range, config.router) = (0.1, router);
+        let prompt = text(config.vocab_size, 50);
+        let expected = likeliest(&config, &prompt, 40);
+        let found = on_gpu(&config, Precision::Fp32, &prompt, &expected);
+        // A choice that flips is as far as another expert is.
+        let far = found.iter().filter(|(apart, _)| *apart >= 1e-4).count();
+        assert!(far <= 2, "{name}: {far} of 40 tokens are apart: {found:?}");
     }
 }

@@ -52,8 +52,8 @@ fn gpus_share_slices_out() {
         };
         wide(job(&nodes, more))
     };
-    // At least two experts on each, as many as a token chooses; and one slice.
-    assert_eq!(degrees(&gpus(16, "")), [(1, 4)]);
+    // At least one expert on each, and one slice.
+    assert_eq!(degrees(&gpus(16, "")), [(1, 8)]);
     assert_eq!(degrees(&gpus(16, TWO)), [(1, 16)]);
     let mut one = gpus(2, TWO);
     one.profile.ranks = 1;

@@ -362,7 +362,8 @@ mod tests {
         assert_eq!((&worker.uid[..], worker.meant_for.as_deref()), ("u7", Some("n7")));
         assert_eq!((worker.image.as_deref(), worker.address.as_deref()),
             (Some("i:1"), Some("10.0.0.1")));
-        assert_eq!(worker.ended, Some((None, "killed by signal 9".to_string())));
+        let words = "its container took more memory than its limit and was killed (OOMKilled)";
+        assert_eq!(worker.ended, Some((None, words.to_string())));
         assert_eq!(worker.unschedulable.as_deref(), Some("no node"));
         assert!(worker.mounting && worker.started && worker.deletion.is_some());
     }

@@ -47,8 +47,8 @@ fn on_gpus_they_stay_within_an_nvlink_domain_unless_memory_wants_more() {
     assert_eq!(shapes(&found), "1: 8/8, 2: 16/8, 3: 24/8 | ");
     let model = "preset: qwen3-30b-a3b, numHiddenLayers: 60";
     let found = job("profile: nd-h100-v5, min: 1, max: 4", model, 512, "");
-    // What 12 or 16 GPUs share has no room on so few.
-    assert_eq!(shapes(&found), "3: 24/24, 4: 32/16 | 1 2");
+    // What 24 GPUs share has no room on so few.
+    assert_eq!(shapes(&found), "4: 32/16 | 1 2 3");
 }
 
 #[test]
