@@ -11,7 +11,7 @@
 //! a weight of zero. Everything after the scores is computed in f64. On a GPU scores are fp32, with
 //! the bits of a CPU.
 
-use crate::buffer::Buffer;
+use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::LayerError;
 use crate::device::{Device, on_float};
 use crate::philox::Draw;
@@ -151,6 +151,48 @@ pub struct GateBackward {
     pub dlogits: Buffer,
     /// Output [T, E], where the noise is learned
     pub d_raw: Option<Buffer>,
+}
+
+impl Gate {
+    /// Dropless top-k by softmax with the scores as weights, one segment, no noise, no loads; none
+    /// of its buffers has memory.
+    pub fn of(tokens: usize, experts: usize, top_k: usize) -> Gate {
+        let none = ArenaPlan::new().alloc(DType::F64, 0);
+        Gate {
+            tokens,
+            experts,
+            top_k,
+            segments: 1,
+            choice: Choice::TopK,
+            scoring: Scoring::Softmax,
+            norm_topk: false,
+            scale: 1.0,
+            groups: None,
+            capacity: None,
+            prioritized: false,
+            hysteresis: 0.0,
+            before: None,
+            noise: LogitNoise::None,
+            load: Load::None,
+            draw: None,
+            logits: none,
+            bias: None,
+            words: none,
+            positions: none,
+            noisy: none,
+            probs: none,
+            lse: none,
+            chosen: none,
+            ids: none,
+            weights: none,
+            first: none,
+            counts: none,
+            dropped: none,
+            stats: none,
+            losses: none,
+            workspace: none,
+        }
+    }
 }
 
 impl Device {

@@ -14,6 +14,7 @@ use crate::convert::{join, split};
 use crate::device::Device;
 use crate::pages::{Pages, copy_past_caches};
 use half::{bf16, f16};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 /// Where a device keeps floats: `T` is a buffer or an address.
@@ -33,8 +34,8 @@ pub enum Stored<T = Buffer> {
 const BLOCK: usize = 16 << 10;
 
 impl<T: Copy> Stored<T> {
-    /// What it is kept as, each with its bytes for four bytes of the host.
-    pub(crate) fn parts(self) -> impl Iterator<Item = (T, usize)> {
+    /// The buffers that it is kept in, each with its bytes for four bytes of the host.
+    fn parts(self) -> impl Iterator<Item = (T, usize)> {
         let (first, second) = match self {
             Stored::Plain(all) => ((all, 4), None),
             Stored::Halves { weight, low } => ((weight, 2), Some((low, 2))),
@@ -44,9 +45,20 @@ impl<T: Copy> Stored<T> {
         [Some(first), second].into_iter().flatten()
     }
 
-    /// Bytes of its parts, for as many of the host.
+    /// Its parts as they are packed for `bytes` of the host, one behind the other: each with where
+    /// its bytes are.
+    pub(crate) fn packed(self, bytes: usize) -> impl Iterator<Item = (T, Range<usize>)> {
+        let mut end = 0;
+        self.parts().map(move |(part, each)| {
+            let start = end;
+            end += bytes * each / 4;
+            (part, start..end)
+        })
+    }
+
+    /// Bytes of all its parts, for as many of the host.
     pub(crate) fn packed_bytes(self, bytes: usize) -> usize {
-        self.parts().map(|(_, each)| bytes * each / 4).sum()
+        self.packed(bytes).last().map_or(0, |(_, at)| at.end)
     }
 
     pub(crate) fn map<U>(self, each: impl Fn(T) -> U) -> Stored<U> {
@@ -178,11 +190,8 @@ impl Device {
                 for (place, from) in all {
                     let mut packed = vec![0; place.packed_bytes(from.len())];
                     place.pack(from, &mut packed);
-                    let mut rest = packed.as_slice();
-                    for (part, each) in place.parts() {
-                        let (own, after) = rest.split_at(from.len() * each / 4);
-                        cpu.slice_mut(part.reinterpret(DType::U8)).copy_from_slice(own);
-                        rest = after;
+                    for (part, at) in place.packed(from.len()) {
+                        cpu.slice_mut(part.reinterpret(DType::U8)).copy_from_slice(&packed[at]);
                     }
                 }
             }

@@ -1,5 +1,5 @@
-//! What stands beside a router's choice, on a GPU against a CPU: balance, entropies, counts, and
-//! the cosine gate. Sums have other orders there, so that numbers are alike to their last bits.
+//! The ops beside a router's choice, on a GPU against a CPU: balance, entropies, counts, and the
+//! cosine gate. Sums have other orders there, so that numbers are alike to their last bits.
 
 use moejob_kernels::philox::{Draw, Site};
 use moejob_kernels::{

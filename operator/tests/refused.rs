@@ -4,13 +4,15 @@
 //! `MOEJOB_REFUSED` says how many folders are damaged (12 otherwise, 200 for a release), and
 //! `MOEJOB_SEED` with which of them they begin.
 
+mod place;
+
 use moe_worker::checkpoint::{Disk, seal, show};
 use moejob_kernels::philox::philox4x32_10;
 use moejob_protocol::checkpoint::CHECKPOINT_VERSION;
+use place::Place;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -38,14 +40,14 @@ spec:
 ";
 
 /// A folder with a run of six steps and its checkpoints of steps 2, 4 and 6.
-struct Place(tempfile::TempDir);
+struct Trained(Place);
 
-impl Place {
+impl Trained {
     /// Trained once, and copied for each case.
-    fn new() -> Place {
-        static TRAINED: OnceLock<Place> = OnceLock::new();
+    fn new() -> Trained {
+        static TRAINED: OnceLock<Trained> = OnceLock::new();
         let trained = TRAINED.get_or_init(|| {
-            let place = Place(tempfile::tempdir().expect("a folder"));
+            let place = Trained(Place::empty());
             std::fs::create_dir(place.path("words")).expect("a folder");
             let words = ["expert", "router", "token", "the", "step", "gang"];
             let text: String =
@@ -56,13 +58,13 @@ impl Place {
             place.succeeds(&["run", "job.yaml"]);
             place
         });
-        let place = Place(tempfile::tempdir().expect("a folder"));
-        copy(trained.0.path(), place.0.path());
+        let place = Trained(Place::empty());
+        copy(&trained.path(""), &place.path(""));
         place
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+        self.0.path(name)
     }
 
     fn checkpoints(&self) -> PathBuf {
@@ -70,12 +72,7 @@ impl Place {
     }
 
     fn moejob(&self, arguments: &[&str]) -> Said {
-        let output: Output = Command::new(env!("CARGO_BIN_EXE_moejob"))
-            .args(arguments)
-            .current_dir(self.0.path())
-            .stdin(Stdio::null())
-            .output()
-            .expect("the program is there");
+        let output = self.0.moejob(arguments);
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Said {
             command: arguments.join(" "),
@@ -154,7 +151,12 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 const KINDS: u32 = 15;
 
 /// Damages the checkpoint of `step` in one of many ways; gives in which, and why it is set aside.
-fn damage(place: &Place, step: u64, kind: u32, random: [u32; 4]) -> (&'static str, &'static str) {
+fn damage(
+    place: &Trained,
+    step: u64,
+    kind: u32,
+    random: [u32; 4],
+) -> (&'static str, &'static str) {
     let name = format!("step-{step:08}");
     let (directory, aside) = (place.checkpoints().join(&name), place.path("moved"));
     let manifest = directory.join("manifest.json");
@@ -263,7 +265,7 @@ fn damage(place: &Place, step: u64, kind: u32, random: [u32; 4]) -> (&'static st
 /// What every command does with a run, and what is left of its checkpoints.
 fn case(number: u32) {
     let random = philox4x32_10(42, [number, 0, 0, 0]);
-    let (place, kind) = (Place::new(), number % KINDS);
+    let (place, kind) = (Trained::new(), number % KINDS);
     let steps: &[u64] = if (number / KINDS + number).is_multiple_of(3) { &[2, 4, 6] } else { &[6] };
     let mut said = Vec::new();
     for step in steps {
@@ -312,7 +314,7 @@ fn case(number: u32) {
 }
 
 /// `all`: nothing can be used. `random` chooses which of the slower ones are tried.
-fn every_reader_tells(place: &Place, all: bool, random: u32) {
+fn every_reader_tells(place: &Trained, all: bool, random: u32) {
     let (run, newest) = ("runs/small", "runs/small/checkpoints/step-00000006");
     place.succeeds(&["checkpoint", "ls", run]).tells(&["step-00000006", "refused: "]);
     let json = place.succeeds(&["checkpoint", "ls", run, "-o", "json"]).out;
@@ -386,7 +388,7 @@ fn nothing_refused_is_replaced_or_removed_and_every_command_tells() {
 /// A second damaged checkpoint of a step takes no second place.
 #[test]
 fn at_most_one_of_a_step_and_a_cause_is_kept() {
-    let place = Place::new();
+    let place = Trained::new();
     let shard = |name: &str| place.checkpoints().join(name).join("a1-r0-0.safetensors");
     std::fs::write(shard("step-00000006"), "first").expect("a file");
     assert_eq!(place.goes_on(&[]).code, Some(0));
@@ -408,7 +410,7 @@ fn at_most_one_of_a_step_and_a_cause_is_kept() {
 
 #[test]
 fn a_run_begins_anew_over_nothing_that_it_could_go_on_from() {
-    let place = Place::new();
+    let place = Trained::new();
     let said = place.goes_on(&["--fresh"]);
     assert_eq!(said.code, Some(2), "{said:?}");
     said.tells(&["step-00000006", "is whole"]);
@@ -418,7 +420,7 @@ fn a_run_begins_anew_over_nothing_that_it_could_go_on_from() {
 /// An epsilon that is 0 in fp32 makes the first update a division by 0.
 #[test]
 fn what_vanishes_in_fp32_is_refused_by_name() {
-    let place = Place::new();
+    let place = Trained::new();
     for (field, value) in [
         ("training.optimizer.adamw.epsilon", "1e-46"),
         ("training.optimizer.adamw.weightDecay", "1e-40"),

@@ -3,14 +3,14 @@
 
 mod common;
 
-use common::{Job, fit_gpus, trainers};
+use common::{Job, fit_gpus, has_gpu, trainers};
 use moe_worker::data::Corpus;
-use moe_worker::engine::eval::{Evaluation, Measurer, evaluate, measure};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::eval::{Evaluation, evaluate, measure};
 use moe_worker::engine::model::Model;
 use moe_worker::hf::{Weights, load};
 use moe_worker::state::rank::RankState;
 use moejob_kernels::Device;
-use moejob_kernels::cuda::Gpu;
 use moejob_protocol::buffers::Buffers;
 use moejob_protocol::config::{Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;
@@ -18,6 +18,7 @@ use moejob_protocol::memory::{Kind, Planner, Rows, Shape};
 use moejob_protocol::mesh::Mesh;
 
 const LENGTH: u32 = 32;
+const PROCESSORS: Computer = Computer::Processors { threads: 2, precision: Precision::Fp32 };
 
 /// A job of some steps, and what it has learned.
 fn trained() -> (Job, Weights) {
@@ -29,12 +30,12 @@ fn trained() -> (Job, Weights) {
     (job, weights)
 }
 
-fn by(measurer: Measurer, (job, weights): &(Job, Weights), apart: bool) -> Evaluation {
+fn by(computer: Computer, (job, weights): &(Job, Weights), apart: bool) -> Evaluation {
     let mut data = job.config.data.clone();
     (data.validation.fraction, data.reset_at_boundaries) = (0.0, apart);
     let mut told = 0;
     let mut progress = |done, _| told = done;
-    let found = evaluate(weights, &data, LENGTH, measurer, &mut progress).expect("a loss");
+    let found = evaluate(weights, &data, LENGTH, computer, &mut progress).expect("a loss");
     assert_eq!(told, found.tokens);
     found
 }
@@ -48,7 +49,7 @@ fn distance(found: Evaluation, expected: Evaluation) -> f64 {
 #[test]
 fn in_buckets_the_loss_is_the_same() {
     let trained = trained();
-    let expected = by(Measurer::Processors { threads: 2 }, &trained, false);
+    let expected = by(PROCESSORS, &trained, false);
     let (job, weights) = &trained;
     let training = TrainingConfig {
         global_batch_size: 7,
@@ -95,7 +96,7 @@ fn nothing_of_training_has_a_place() {
     fit_gpus(&mut config);
     let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
     for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
-        let training = Measurer::Gpu { precision }.training(&config, LENGTH);
+        let training = Computer::Gpu { precision }.measuring(&config, LENGTH);
         let shape = Shape::new(&config, &layout, 0, &training).measuring();
         let mut sizes = Sizes(Vec::new());
         let _ = Buffers::plan(&config, &shape, &mut sizes);
@@ -108,20 +109,19 @@ fn nothing_of_training_has_a_place() {
 
 #[test]
 fn a_gpu_measures_what_processors_do() {
-    if Gpu::open(0).is_err() {
-        println!("no GPU: left out");
+    if !has_gpu() {
         return;
     }
     let trained = trained();
     for documents_apart in [false, true] {
-        let expected = by(Measurer::Processors { threads: 2 }, &trained, documents_apart);
+        let expected = by(PROCESSORS, &trained, documents_apart);
         for (precision, most) in [
             (Precision::Fp32, 1e-5),
             (Precision::Tf32, 2e-3),
             (Precision::Bf16, 2e-2),
             (Precision::Fp16, 4e-3),
         ] {
-            let found = by(Measurer::Gpu { precision }, &trained, documents_apart);
+            let found = by(Computer::Gpu { precision }, &trained, documents_apart);
             let apart = distance(found, expected);
             println!("{precision:?}, documents apart {documents_apart}: {apart:.1e} apart");
             assert!(apart < most, "{precision:?}: {apart:e}");

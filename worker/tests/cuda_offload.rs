@@ -5,7 +5,7 @@
 mod common;
 
 use common::made::Made;
-use common::{Job, bits, fit_gpus, member, newest_held, sources, state_hash, trainers};
+use common::{Job, bits, fit_gpus, has_gpu, member, newest_held, sources, state_hash, trainers};
 use moe_worker::attempt::api::{AttemptEnd, Control, TrainerEvent};
 use moe_worker::attempt::trainer::Trainer;
 use moe_worker::engine::links::Links;
@@ -15,7 +15,6 @@ use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::RankState;
 use moe_worker::state::snapshot::initialize;
 use moejob_kernels::Device;
-use moejob_kernels::cuda::Gpu;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::{Part, directory_name};
 use moejob_protocol::config::{Backend, MomentDtype, Offload, Precision, Resume};
@@ -51,14 +50,6 @@ fn complete(job: &Job) -> Vec<[u64; 5]> {
 
 fn last_state(job: &Job) -> String {
     state_hash(&job.location().join(directory_name(STEPS)))
-}
-
-fn has_gpu() -> bool {
-    let found = Gpu::open(0).is_ok();
-    if !found {
-        println!("no GPU: left out");
-    }
-    found
 }
 
 /// A processor's state lies on the host already.

@@ -3,9 +3,10 @@
 
 mod common;
 
-use common::fit_gpus;
+use common::{fit_gpus, has_gpu};
 use common::reference::Reference;
-use moe_worker::engine::decode::{Computer, DecodeError, Decoder};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::decode::{DecodeError, Decoder};
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::links::Links;
 use moe_worker::engine::model::Model;
@@ -13,7 +14,6 @@ use moe_worker::engine::round::{Aim, Round};
 use moe_worker::engine::sample::Sampling;
 use moe_worker::state::rank::RankState;
 use moe_worker::state::snapshot::initialize;
-use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::Precision;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::mesh::Mesh;
@@ -277,14 +277,6 @@ fn on_gpu(
         (apart, Sampling::GREEDY.choose(&found, 0) == *token)
     };
     expected.iter().map(each).collect()
-}
-
-fn has_gpu() -> bool {
-    let found = Gpu::open(0).is_ok();
-    if !found {
-        println!("no GPU: left out");
-    }
-    found
 }
 
 /// The likeliest tokens of a GPU in fp32 are those of processors, over more than one part of keys,

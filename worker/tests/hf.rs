@@ -7,14 +7,15 @@ mod fixture;
 
 use common::{Job, bits, state_hash, trainers};
 use fixture::{Fixture, Layout, tensors, values};
-use moe_worker::engine::eval::{Measurer, evaluate, source_of};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::eval::{evaluate, source_of};
 use moe_worker::data::Encoder;
 use moe_worker::hf::{Options, Weights, export, import, text};
 use moe_worker::attempt::api::AttemptEnd;
 use moejob_kernels::DType;
 use moe_worker::checkpoint::Disk;
 use moejob_protocol::ModelConfig;
-use moejob_protocol::config::{DataConfig, ValidationConfig};
+use moejob_protocol::config::{DataConfig, Precision, ValidationConfig};
 use moejob_protocol::layout::Layout as Mapping;
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::{QkNorm, Role, Scoring};
@@ -356,8 +357,8 @@ fn a_job_of_another_model_is_refused_with_the_difference() {
     assert!(failure.message.contains(said), "{failure}");
 }
 
-fn threads(threads: usize) -> Measurer {
-    Measurer::Processors { threads }
+fn threads(threads: usize) -> Computer {
+    Computer::Processors { threads, precision: Precision::Fp32 }
 }
 
 #[test]

@@ -7,9 +7,10 @@ mod common;
 mod fixture;
 
 use fixture::{Fixture, Layout};
-use moe_worker::engine::eval::{Measurer, evaluate, source_of};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::eval::{evaluate, source_of};
 use moe_worker::hf::{Weights, read_model};
-use moejob_protocol::config::{DataConfig, ValidationConfig};
+use moejob_protocol::config::{DataConfig, Precision, ValidationConfig};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -38,8 +39,8 @@ fn loss(config: &Value, folder: &Path, data: &DataConfig) -> Result<f64, String>
     fixture.config = config.clone();
     fixture.write(folder, 1);
     let weights = Weights::open(folder).map_err(|refusal| refusal.to_string())?;
-    let measurer = Measurer::Processors { threads: 1 };
-    let found = evaluate(&weights, data, SEQUENCE, measurer, &mut |_, _| {});
+    let computer = Computer::Processors { threads: 1, precision: Precision::Fp32 };
+    let found = evaluate(&weights, data, SEQUENCE, computer, &mut |_, _| {});
     Ok(found.map_err(|error| error.to_string())?.loss)
 }
 

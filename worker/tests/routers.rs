@@ -5,7 +5,8 @@ mod common;
 
 use common::routers::routers;
 use common::{Job, bits, sources, state_hash, trainers};
-use moe_worker::engine::eval::{Measurer, evaluate};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::eval::evaluate;
 use moe_worker::engine::forward::Pass;
 use moe_worker::engine::gate::Noise;
 use moe_worker::engine::buckets::BucketSums;
@@ -141,7 +142,7 @@ fn checkpoints_of_every_router_are_evaluated() {
         let weights = moe_worker::hf::Weights::open(&directory).expect("a checkpoint");
         let length = job.config.training.sequence_length;
         let measure = || {
-            let one = Measurer::Processors { threads: 1 };
+            let one = Computer::Processors { threads: 1, precision: Precision::Fp32 };
             evaluate(&weights, &job.config.data, length, one, &mut |_, _| {})
                 .expect("a loss")
         };

@@ -50,6 +50,21 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
   return x;
 }
+__device__ __forceinline__ double warp_sum_f64(double x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+// The sum over a block, warp after warp, for all of its threads; `shared` has room for each warp.
+__device__ __forceinline__ double block_sum_f64(double x, double* shared) {
+  x = warp_sum_f64(x);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
+  __syncthreads();
+  double sum = 0.0;
+  for (int w = 0; w < (int)(blockDim.x >> 5); w++) sum += shared[w];
+  return sum;
+}
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));

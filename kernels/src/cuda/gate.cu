@@ -20,15 +20,6 @@ __device__ __forceinline__ u64 ordered_f64(double x) {
   const u64 bits = __double_as_longlong(x);
   return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
-__device__ __forceinline__ double block_sum_f64(double x, double* shared) {
-  x = warp_sum_f64(x);
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
-  __syncthreads();
-  double sum = 0.0;
-  for (int w = 0; w < (int)(blockDim.x >> 5); w++) sum += shared[w];
-  return sum;
-}
 
 // noisy = logits + noise, rounded once; probs and lse of that. The noise has the deviation `std`,
 // or where it is learned softplus(raw).
@@ -345,8 +336,8 @@ __device__ __forceinline__ Sums token_sums(const float* probs, const u32* chosen
   return {normed ? sum : 1.0, SIGMOID ? fmax(all, TOP_K_SUM_MIN) : 1.0, normed};
 }
 
-// What is kept of a token between kernels: PARTS doubles. They are the sum of its scores, its parts
-// of the losses, and what its load is estimated from (gate_load.cu).
+// Kernels leave PARTS doubles of a token for the next one: the sum of its scores, its parts of the
+// losses, and the basis of its load (gate_load.cu).
 constexpr int PARTS = LOAD == NO_LOAD ? 3 : 6;
 
 // chosen and ids by ascending id, weights, first choices; parts [T, PARTS] of each token.

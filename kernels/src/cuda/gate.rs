@@ -19,7 +19,7 @@ use moejob_protocol::kernel_sizes::EXPERTS_MAX;
 /// WARPS of gate.cu: tokens of a block.
 const WARPS: usize = 4;
 
-/// What of a gate is compiled in.
+/// The properties of a gate that are compiled into its kernels.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GateShape {
     experts: usize,

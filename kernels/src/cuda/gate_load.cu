@@ -30,7 +30,7 @@ __device__ double normal_cdf(double x) {
   return 0.5 + normal_pdf(x) * sum;
 }
 
-// What a token's load is estimated from. Tutel: the largest logit, the sum of e^(logit - a), and
+// A token's load is estimated from these. Tutel: the largest logit, the sum of e^(logit - a), and
 // the K-th largest logit with noise. Shazeer: the experts of the K-th and of the next largest logit
 // with noise, and what scores are divided by.
 struct Basis { double a, b, c; };
@@ -101,7 +101,7 @@ __device__ __forceinline__ double load_of(const Basis& basis, const float* logit
   return margin.some ? normal_cdf(margin.z) : 1.0;
 }
 
-// What flows to the logits with noise that are thresholds: `kth`, and Shazeer's `next`; and Tutel's
+// Gradients of the logits with noise that are thresholds: `kth`, and Shazeer's `next`; and Tutel's
 // mean of gradients under the softmax.
 struct Thresholds {
   double kth, next, mean;
@@ -149,7 +149,7 @@ __device__ __forceinline__ Thresholds thresholds_of(const Basis& basis, const fl
   return out;
 }
 
-// What flows to a logit beside its noise, and to its deviation.
+// Gradients of a logit beside its noise, and of its deviation.
 struct Slopes { double logit, deviation; };
 __device__ __forceinline__ Slopes slopes_of(const Basis& basis, const float* logits,
                                             const float* noisy, const float* raw,

@@ -1,5 +1,5 @@
-// What stands beside a router's choice: losses that balance the experts, entropies and counts, and
-// the cosine gate. All of it but rows is f64. Host macro: ELEMENT, fp32.
+// The ops beside a router's choice: losses that balance the experts, entropies and counts, and the
+// cosine gate. All of it but rows is f64. Host macro: ELEMENT, fp32.
 #define SWITCH 1
 #define GSHARD 2
 #define FIRST_CHOICE 3
@@ -10,22 +10,10 @@ constexpr double PROB_MIN = 1e-300, SQUARE_MIN = 1e-10, SHARES_MIN = 1e-20, NORM
 constexpr double SCALE_MAX = 100.0;
 constexpr u32 NO_EXPERT = 0xffffffffu;
 
-__device__ __forceinline__ double lanes_sum(double x) {
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 // The sum over a block of at most 1,024 threads, for all of them.
 __device__ __forceinline__ double block_sum(double x) {
   __shared__ double parts[32];
-  x = lanes_sum(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  double sum = 0.0;
-  for (u32 w = 0; w < blockDim.x / 32; w++) sum += parts[w];
-  return sum;
+  return block_sum_f64(x, parts);
 }
 
 // The sum of every block's `own`, in their order, for the last one to end; false for the others.
@@ -54,9 +42,9 @@ __device__ double cv_squared(const double* x, int experts, double degrees, doubl
   double sum = 0.0, squares = 0.0;
   if (experts >= 2) {
     for (int e = lane; e < experts; e += 32) sum += x[e];
-    const double mean = lanes_sum(sum) / experts;
+    const double mean = warp_sum_f64(sum) / experts;
     for (int e = lane; e < experts; e += 32) squares = fma(x[e] - mean, x[e] - mean, squares);
-    const double variance = lanes_sum(squares) / degrees, square = mean * mean + SQUARE_MIN;
+    const double variance = warp_sum_f64(squares) / degrees, square = mean * mean + SQUARE_MIN;
     for (int e = lane; gradient && e < experts; e += 32) {
       const double by_variance = 2.0 * (x[e] - mean) / degrees / square;
       const double by_mean = variance * 2.0 * mean / experts / (square * square);
@@ -102,7 +90,7 @@ __device__ double balance_of(const double* stats, double tokens, int experts, in
     }
     if (gradient) gradient[e] = slope * factor;
   }
-  return lanes_sum(sum);
+  return warp_sum_f64(sum);
 }
 
 // value [1]: the mean over segments; gradient [segments, 3, E], or null. One block, a warp a
@@ -145,7 +133,7 @@ route_entropy(const float* logits, const float* lse, int tokens, int experts, in
       sum += own + (lane == 0 ? lse[t] : 0.0);
       continue;
     }
-    total = fmax(lanes_sum(total), SHARES_MIN);
+    total = fmax(warp_sum_f64(total), SHARES_MIN);
     for (int e = lane; e < experts; e += 32) {
       const double share = 1.0 / (1.0 + exp(-(double)x[e])) / total;
       sum -= share * log(fmax(share, PROB_MIN));
@@ -197,7 +185,7 @@ normalize_rows(const float* x, int rows, int dim, float* y, double* norm) {
   const u64 at = (u64)row * dim;
   double sum = 0.0;
   for (int i = lane; i < dim; i += 32) sum = fma((double)x[at + i], (double)x[at + i], sum);
-  const double length = sqrt(lanes_sum(sum)), divisor = fmax(length, NORM_MIN);
+  const double length = sqrt(warp_sum_f64(sum)), divisor = fmax(length, NORM_MIN);
   for (int i = lane; i < dim; i += 32) y[at + i] = (float)(x[at + i] / divisor);
   if (lane == 0) norm[row] = length;
 }
@@ -211,7 +199,7 @@ normalize_rows_backward(const float* y, const double* norm, const float* dy, int
   const u64 at = (u64)row * dim;
   double sum = 0.0;
   for (int i = lane; i < dim; i += 32) sum = fma((double)y[at + i], (double)dy[at + i], sum);
-  const double along = norm[row] < NORM_MIN ? 0.0 : lanes_sum(sum);
+  const double along = norm[row] < NORM_MIN ? 0.0 : warp_sum_f64(sum);
   const double divisor = fmax(norm[row], NORM_MIN);
   for (int i = lane; i < dim; i += 32) {
     const float own = (float)((dy[at + i] - y[at + i] * along) / divisor);

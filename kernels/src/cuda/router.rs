@@ -1,4 +1,4 @@
-//! What stands beside a router's choice: balance, entropies, counts, and the cosine gate.
+//! The ops beside a router's choice: balance, entropies, counts, and the cosine gate.
 
 use super::device::CudaDevice;
 use super::driver::{Launch, parameters};

@@ -1,11 +1,6 @@
 // Scores with the bits of the CPU, for every router. Host macro: EXPERTS.
 constexpr int PER_LANE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
 
-__device__ __forceinline__ double warp_sum_f64(double x) {
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 // e^x with the bits of the CPU: `exp` of src/cpu/float.rs, operation by operation.
 __device__ __forceinline__ float exp_as_cpu(float x) {
   const float round = 12582912.f;  // 1.5 * 2^23

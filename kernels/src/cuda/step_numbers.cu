@@ -5,12 +5,6 @@ struct __align__(8) Block {
 };
 static_assert(sizeof(Block) == 4 * BLOCK_WORDS, "a block as the host encodes it");
 
-__device__ __forceinline__ double lanes_sum(double x) {
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 __device__ __forceinline__ u32 lanes_count(u32 x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
@@ -61,7 +55,7 @@ gradient_numbers(const Block* table, const double* params, const element* g, dou
     } else {
       for (int i = lane; i < valid; i += 32) take(as_float(from[i]), sum, bad);
     }
-    sum = lanes_sum(sum);
+    sum = warp_sum_f64(sum);
     if (lane == 0 && sums) sums[b] = sum;
     if (counted) squares += sum;
     count += bad;
@@ -97,8 +91,8 @@ gradient_numbers(const Block* table, const double* params, const element* g, dou
     squares += __ldcg(part_squares + i);
     all += __ldcg(part_counts + i);
   }
-  squares = lanes_sum(squares);
-  all = lanes_sum(all);
+  squares = warp_sum_f64(squares);
+  all = warp_sum_f64(all);
   __shared__ double tallies[8];
   if (lane == 0) {
     warp_squares[warp] = squares;
@@ -152,7 +146,7 @@ move_corrections(const double* numbers, float* bias, double rate, int loads, int
   __shared__ double parts[8];
   double sum = 0.0;
   for (int e = threadIdx.x; e < experts; e += 256) sum += load[e];
-  sum = lanes_sum(sum);
+  sum = warp_sum_f64(sum);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
   __syncthreads();
   u64 total = 0;

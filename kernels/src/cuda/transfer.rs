@@ -11,7 +11,6 @@ use super::error::CudaError;
 use crate::pages::Pages;
 use crate::stored::Stored;
 use crate::threads::begin;
-use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -51,17 +50,6 @@ impl Place {
         };
         (0..bytes).step_by(PIECE).map(behind)
     }
-
-    /// What crosses the bus for `len` bytes of the host: addresses, and where in a pinned piece
-    /// their bytes are.
-    fn on_the_bus(self, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
-        let mut start = 0;
-        self.parts().map(move |(address, each)| {
-            let bytes = start..start + len * each / 4;
-            start = bytes.end;
-            (address, bytes)
-        })
-    }
 }
 
 impl Transfer {
@@ -99,7 +87,7 @@ impl Transfer {
                 if let Some((place, piece)) = begun {
                     // Each piece is taken once, so nobody else waits for it.
                     let mut piece = piece.lock().unwrap_or_else(|broken| broken.into_inner());
-                    for (address, bytes) in place.on_the_bus(piece.len()) {
+                    for (address, bytes) in place.packed(piece.len()) {
                         let Piece { stream, pinned } = &mut *coming;
                         // SAFETY: within one of the caller's places, and waited for below.
                         unsafe { pinned.enqueue_read(stream, address, bytes)? };
@@ -146,7 +134,7 @@ impl Transfer {
                 stream.synchronize()?;
                 let packed = place.packed_bytes(piece.len());
                 place.pack(piece, &mut pinned.as_mut_slice()[..packed]);
-                for (address, bytes) in place.on_the_bus(piece.len()) {
+                for (address, bytes) in place.packed(piece.len()) {
                     // SAFETY: within one of the caller's places, and waited for above or below.
                     unsafe { pinned.enqueue_write(stream, address, bytes)? };
                 }

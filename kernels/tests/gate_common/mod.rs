@@ -73,41 +73,7 @@ impl std::ops::DerefMut for Case {
 
 impl Case {
     pub fn new(tokens: usize, experts: usize, top_k: usize) -> Case {
-        let none = ArenaPlan::new().alloc(DType::F64, 0);
-        let gate = Gate {
-            tokens,
-            experts,
-            top_k,
-            segments: 1,
-            choice: Choice::TopK,
-            scoring: Scoring::Softmax,
-            norm_topk: false,
-            scale: 1.0,
-            groups: None,
-            capacity: None,
-            prioritized: false,
-            hysteresis: 0.0,
-            before: None,
-            noise: LogitNoise::None,
-            load: Load::None,
-            draw: None,
-            logits: none,
-            bias: None,
-            words: none,
-            positions: none,
-            noisy: none,
-            probs: none,
-            lse: none,
-            chosen: none,
-            ids: none,
-            weights: none,
-            first: none,
-            counts: none,
-            dropped: none,
-            stats: none,
-            losses: none,
-            workspace: none,
-        };
+        let gate = Gate::of(tokens, experts, top_k);
         let words = (0..tokens as u32).map(|t| t * 7 % 11).collect();
         let positions = (0..tokens as u32).collect();
         Case { gate, noise: None, learned: false, tutel: None, bias: None, words, positions }

@@ -2,7 +2,8 @@
 //! written; and the name of a run in place of its folder.
 
 use super::validate::Output;
-use clap::Args;
+use clap::{Args, ValueEnum};
+use moejob_protocol::config::TokenType;
 use std::path::{Path, PathBuf};
 
 /// Where runs lie unless something else is said.
@@ -29,6 +30,22 @@ pub fn whole(least: u32, most: u32) -> impl Fn(&str) -> Result<u32, String> + Cl
 /// A seed: any number that a computer word holds.
 pub fn seed(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("a whole number from 0 to {}", u64::MAX))
+}
+
+/// The type of tokens in files without a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TokenName {
+    Uint16,
+    Uint32,
+}
+
+impl TokenName {
+    pub fn dtype(self) -> TokenType {
+        match self {
+            TokenName::Uint16 => TokenType::Uint16,
+            TokenName::Uint32 => TokenType::Uint32,
+        }
+    }
 }
 
 /// How a result is written.

@@ -1,6 +1,6 @@
 //! `moejob data inspect|tokenizer|tokenize`.
 
-use super::args::{THREADS_MAX, Written, whole};
+use super::args::{THREADS_MAX, TokenName, Written, whole};
 use super::bar::{Bar, Unit};
 use super::disk::patient;
 use super::validate::Output;
@@ -10,7 +10,6 @@ use moe_worker::data::inspect::{Inspection, Kind, detect, inspect};
 use moe_worker::data::learn;
 use moe_worker::data::prepare::{Done, Layout, Prepare, PrepareError, SAVE_EVERY};
 use moe_worker::data::{DataError, DataFile, Encoder, Format, Recipe, find, threads};
-use moejob_protocol::config::TokenType;
 use serde_json::Value;
 use std::fs::File;
 use std::io::ErrorKind::{AlreadyExists, NotFound};
@@ -44,7 +43,7 @@ pub struct InspectArgs {
     field: String,
     /// How ids are written in files without a header.
     #[arg(long)]
-    dtype: Option<Dtype>,
+    dtype: Option<TokenName>,
     /// One line of JSON a file.
     #[arg(long, conflicts_with = "output")]
     json: bool,
@@ -103,12 +102,6 @@ pub struct TokenizeArgs {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum Dtype {
-    Uint16,
-    Uint32,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
 enum LayoutName {
     Megatron,
     Flat,
@@ -133,10 +126,7 @@ fn encoder(name: &str) -> Result<Encoder, DataError> {
 }
 
 fn inspect_all(args: &InspectArgs) -> ExitCode {
-    let dtype = args.dtype.map(|dtype| match dtype {
-        Dtype::Uint16 => TokenType::Uint16,
-        Dtype::Uint32 => TokenType::Uint32,
-    });
+    let dtype = args.dtype.map(TokenName::dtype);
     let encoder = match args.tokenizer.as_deref().map(encoder).transpose() {
         Ok(encoder) => encoder,
         Err(error) => return refuse(&error),

@@ -1,18 +1,19 @@
 //! `moejob eval DIR --data PATH`: the loss of weights on data.
 
-use super::args::{self, THREADS_MAX, Written, whole};
+use super::args::{self, THREADS_MAX, TokenName, Written, whole};
 use super::bar::{Bar, Unit};
 use super::bench::DeviceName;
 use super::checkpoint::tell_passed_over;
 use super::room::{Need, check_alone, largest};
 use clap::{Args, ValueEnum};
-use moe_worker::engine::eval::{EvalError, Measurer, evaluate, source_of};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::eval::{EvalError, evaluate, source_of};
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
 use moejob_manifest::problem::Problem;
 use moejob_manifest::devices::on_one_gpu;
 use moejob_protocol::config::{
-    DataConfig, Precision, TokenType, Tokenizer, TrainingConfig, ValidationConfig,
+    DataConfig, Precision, Tokenizer, TrainingConfig, ValidationConfig,
 };
 use moejob_protocol::model::ModelConfig;
 use serde_json::json;
@@ -63,12 +64,6 @@ pub struct EvalArgs {
     pub written: Written,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TokenName {
-    Uint16,
-    Uint32,
-}
-
 /// What a GPU measures in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Numbers {
@@ -95,10 +90,7 @@ pub fn run(args: &EvalArgs) -> ExitCode {
 }
 
 fn measure(args: &EvalArgs) -> Result<(), EvalError> {
-    let dtype = args.dtype.map(|name| match name {
-        TokenName::Uint16 => TokenType::Uint16,
-        TokenName::Uint32 => TokenType::Uint32,
-    });
+    let dtype = args.dtype.map(TokenName::dtype);
     let source = source_of(&args.data, &args.field, dtype)?;
     let weights = Weights::open(&args::place(&args.weights))?;
     tell_passed_over(&weights);
@@ -117,11 +109,11 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
     let mut warnings = weights.warnings();
     warnings.extend(super::generate::beyond(&known, length as usize));
     super::generate::warn(&warnings);
-    let measurer = measurer(args, weights.model(), length)?;
-    room(args, measurer, weights.model(), length)?;
+    let computer = computer(args, weights.model(), length)?;
+    room(args, computer, weights.model(), length)?;
     let mut bar = Bar::new("eval", Unit::Tokens);
     let mut progress = |done, total| bar.set(done, total);
-    let found = evaluate(&weights, &data, length, measurer, &mut progress)?;
+    let found = evaluate(&weights, &data, length, computer, &mut progress)?;
     drop(bar);
     if args.written.is_json() {
         let line = json!({
@@ -144,13 +136,16 @@ fn measure(args: &EvalArgs) -> Result<(), EvalError> {
 }
 
 /// What computes, where it has what the model needs.
-fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measurer, EvalError> {
+fn computer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Computer, EvalError> {
     if args.device == DeviceName::Cpu {
         if args.precision.is_some_and(|numbers| numbers != Numbers::Fp32) {
             let what = "--precision: processors measure in fp32; --device gpu has others";
             return Err(EvalError::Unsupported { what: what.to_string() });
         }
-        return Ok(Measurer::Processors { threads: args::threads(args.threads) });
+        return Ok(Computer::Processors {
+            threads: args::threads(args.threads),
+            precision: Precision::Fp32,
+        });
     }
     let precision = match args.precision {
         None | Some(Numbers::Fp32) => Precision::Fp32,
@@ -158,9 +153,9 @@ fn measurer(args: &EvalArgs, model: &ModelConfig, length: u32) -> Result<Measure
         Some(Numbers::Bf16) => Precision::Bf16,
         Some(Numbers::Fp16) => Precision::Fp16,
     };
-    let measurer = Measurer::Gpu { precision };
-    match lacks_of_gpus(model, &measurer.training(model, length)) {
-        None => Ok(measurer),
+    let computer = Computer::Gpu { precision };
+    match lacks_of_gpus(model, &computer.measuring(model, length)) {
+        None => Ok(computer),
         Some(what) => Err(EvalError::Unsupported { what }),
     }
 }
@@ -182,14 +177,14 @@ pub(super) fn lacks_of_gpus(model: &ModelConfig, training: &TrainingConfig) -> O
 /// Whether processors have the memory, before any of it is taken. A GPU asks for itself.
 fn room(
     args: &EvalArgs,
-    measurer: Measurer,
+    computer: Computer,
     model: &ModelConfig,
     length: u32,
 ) -> Result<(), EvalError> {
     if args.device != DeviceName::Cpu {
         return Ok(());
     }
-    let wanted = |length: u32| Need::from(&measurer.memory(model, length));
+    let wanted = |length: u32| Need::from(&computer.memory_of_measuring(model, length));
     let less = |fits: &dyn Fn(Need) -> bool| {
         let shorter = largest(1, length, |length| fits(wanted(length)));
         Some(match shorter {
@@ -235,16 +230,17 @@ mod tests {
         Job::read(text.as_bytes()).unwrap_or_else(|problems| panic!("{problems:?}")).model
     }
 
-    fn measured(typed: &str, model: &ModelConfig) -> Result<Measurer, String> {
+    fn measured(typed: &str, model: &ModelConfig) -> Result<Computer, String> {
         let words = "eval a --data b".split(' ').chain(typed.split_whitespace());
         let typed = Typed::try_parse_from(words).unwrap_or_else(|error| panic!("{error}"));
-        measurer(&typed.eval, model, 512).map_err(|error| error.to_string())
+        computer(&typed.eval, model, 512).map_err(|error| error.to_string())
     }
 
     #[test]
     fn a_gpu_measures_where_one_is_asked_for() {
         let model = model("");
-        let processors = |threads| Ok(Measurer::Processors { threads });
+        let precision = Precision::Fp32;
+        let processors = |threads| Ok(Computer::Processors { threads, precision });
         assert_eq!(measured("--threads 3", &model), processors(3));
         assert_eq!(measured("--threads 3 --precision fp32", &model), processors(3));
         for (typed, precision) in [
@@ -254,7 +250,7 @@ mod tests {
             ("--precision fp16", Precision::Fp16),
         ] {
             let found = measured(&format!("--device gpu {typed}"), &model);
-            assert_eq!(found, Ok(Measurer::Gpu { precision }));
+            assert_eq!(found, Ok(Computer::Gpu { precision }));
         }
     }
 

@@ -15,13 +15,15 @@ use super::spoken::{Screen, TextStream};
 use crate::cli::out::io;
 use clap::{Args, ValueEnum};
 use moe_worker::data::{DataError, Encoder};
-use moe_worker::engine::decode::{Computer, DecodeError, Decoder};
+use moe_worker::engine::computer::Computer;
+use moe_worker::engine::decode::{DecodeError, Decoder};
 use moe_worker::engine::sample::Sampling;
 use moe_worker::hf::Weights;
 use moe_worker::hf::text::{self, Text};
 use moejob_kernels::DType;
 use moejob_manifest::words::count;
 use moejob_protocol::config::{Precision, Tokenizer};
+use moejob_protocol::model::ModelConfig;
 use serde_json::json;
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -180,8 +182,10 @@ fn generate(args: &GenerateArgs) -> Result<(), GenerateError> {
         None => text.trained.or(text.positions).unwrap_or(0).clamp(CONVERSATION, 1 << 17),
     };
     let capacity = first.saturating_add(args.max_tokens);
-    let computer = computer(args, &weights, capacity)?;
-    let wanted = |capacity: u32| Need::from(&computer.memory(weights.model(), capacity));
+    let (on, precision) = ((args.device, args.threads), precision(args, &weights));
+    let computer =
+        computer(on, precision, weights.model(), capacity).map_err(GenerateError::Input)?;
+    let wanted = |of: u32| Need::from(&computer.memory_of_generating(weights.model(), of));
     let less = |fits: &dyn Fn(Need) -> bool| {
         let most = largest(1, args.max_tokens, |of| fits(wanted(first.saturating_add(of))))?;
         Some(format!("--max-tokens {most} would fit"))
@@ -228,41 +232,48 @@ fn tokenizer(args: &GenerateArgs, text: &Text) -> Result<Tokenizer, GenerateErro
     })
 }
 
-/// What computes, where it has what the model needs.
-fn computer(
-    args: &GenerateArgs,
-    weights: &Weights,
-    capacity: u32,
-) -> Result<Computer, GenerateError> {
-    let kept = weights.dtype(0);
-    if args.device == DeviceName::Cpu {
-        let precision = match args.precision {
-            Some(Numbers::Fp64) => Precision::Fp64,
-            None if kept == DType::F64 => Precision::Fp64,
-            None | Some(Numbers::Fp32) => Precision::Fp32,
-            Some(Numbers::Tf32 | Numbers::Bf16 | Numbers::Fp16) => {
-                let what = "--precision: processors compute in fp32 and fp64; --device gpu has \
-                            others";
-                return Err(GenerateError::Input(what.to_string()));
-            }
-        };
-        return Ok(Computer::Processors { threads: args::threads(args.threads), precision });
-    }
-    let precision = match (args.precision, kept) {
-        (Some(Numbers::Fp64), _) => {
-            let what = "--precision: GPUs do not compute in fp64; --device cpu does";
-            return Err(GenerateError::Input(what.to_string()));
-        }
+/// The numbers that are typed, or those that the weights have.
+fn precision(args: &GenerateArgs, weights: &Weights) -> Precision {
+    match (args.precision, weights.dtype(0)) {
+        (Some(Numbers::Fp64), _) => Precision::Fp64,
+        (Some(Numbers::Fp32), _) => Precision::Fp32,
         (Some(Numbers::Tf32), _) => Precision::Tf32,
-        (Some(Numbers::Bf16), _) | (None, DType::Bf16) => Precision::Bf16,
-        (Some(Numbers::Fp16), _) | (None, DType::F16) => Precision::Fp16,
-        (Some(Numbers::Fp32) | None, _) => Precision::Fp32,
-    };
-    let computer = Computer::Gpu { precision };
-    match lacks_of_gpus(weights.model(), &computer.training(capacity)) {
-        None => Ok(computer),
-        Some(what) => Err(GenerateError::Input(what)),
+        (Some(Numbers::Bf16), _) => Precision::Bf16,
+        (Some(Numbers::Fp16), _) => Precision::Fp16,
+        (None, DType::F64) if args.device == DeviceName::Cpu => Precision::Fp64,
+        (None, DType::Bf16) if args.device == DeviceName::Gpu => Precision::Bf16,
+        (None, DType::F16) if args.device == DeviceName::Gpu => Precision::Fp16,
+        (None, _) => Precision::Fp32,
     }
+}
+
+/// A device that generates a text of `capacity` tokens in this precision.
+///
+/// # Errors
+/// It has no such numbers, or not what the model needs.
+pub(super) fn computer(
+    (device, threads): (DeviceName, u32),
+    precision: Precision,
+    model: &ModelConfig,
+    capacity: u32,
+) -> Result<Computer, String> {
+    let what = match (device, precision) {
+        (DeviceName::Cpu, Precision::Fp32 | Precision::Fp64) => {
+            return Ok(Computer::Processors { threads: args::threads(threads), precision });
+        }
+        (DeviceName::Cpu, _) => {
+            "--precision: processors compute in fp32 and fp64; --device gpu has others"
+        }
+        (DeviceName::Gpu, Precision::Fp64) => {
+            "--precision: GPUs do not compute in fp64; --device cpu does"
+        }
+        (DeviceName::Gpu, _) => {
+            let computer = Computer::Gpu { precision };
+            let lacks = lacks_of_gpus(model, &computer.generating(capacity));
+            return lacks.map_or(Ok(computer), Err);
+        }
+    };
+    Err(what.to_string())
 }
 
 fn piped() -> Result<String, GenerateError> {

@@ -6,19 +6,18 @@
 //! --preset, --gpu, memory ------------------------> manifest -> Job, as `run` would have it
 //! ```
 
-use super::args::word;
+use super::args::{TokenName, word};
 use super::disk::patient;
 use super::machine::gpus_here;
 use super::room;
 use crate::cli::out::io;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use moe_worker::data::inspect::{Kind, detect, inspect};
 use moe_worker::data::{DataFile, Encoder, Format, find};
 use moejob_manifest::problem::{Problem, printable_lines};
 use moejob_manifest::words::several;
 use moejob_manifest::{Job, edit};
 use moejob_plan::placement;
-use moejob_protocol::config::TokenType;
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::{BufRead, Write};
@@ -61,16 +60,10 @@ pub struct InitArgs {
     pub field: Option<String>,
     /// How ids are written in files of tokens without a header.
     #[arg(long, requires = "data", value_enum)]
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<TokenName>,
     /// The file to make; `-` is standard output. Default: NAME.yaml.
     #[arg(long)]
     pub out: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Dtype {
-    Uint16,
-    Uint32,
 }
 
 /// Writes a manifest to begin with; one that is there stays.
@@ -196,10 +189,7 @@ fn look(args: &InitArgs, data: &str) -> Result<Found, String> {
             ));
         }
     }
-    let dtype = args.dtype.map(|dtype| match dtype {
-        Dtype::Uint16 => TokenType::Uint16,
-        Dtype::Uint32 => TokenType::Uint32,
-    });
+    let dtype = args.dtype.map(TokenName::dtype);
     let typed = args.field.as_deref().unwrap_or("text");
     let mut kind: Option<(Kind, PathBuf)> = None;
     for file in files.iter().take(FILES_MAX) {
@@ -266,8 +256,8 @@ fn look(args: &InitArgs, data: &str) -> Result<Found, String> {
         field => format!("{name}: {{ paths: [{quoted}], field: {field} }}"),
     };
     let flat = match args.dtype {
-        Some(Dtype::Uint16) => ", dtype: uint16",
-        Some(Dtype::Uint32) => ", dtype: uint32",
+        Some(TokenName::Uint16) => ", dtype: uint16",
+        Some(TokenName::Uint32) => ", dtype: uint32",
         None => "",
     };
     let (source, what) = match &kind {

@@ -36,8 +36,13 @@ spec:
 pub struct Place(tempfile::TempDir);
 
 impl Place {
+    /// A folder with nothing in it.
+    pub fn empty() -> Place {
+        Place(tempfile::tempdir().expect("a folder"))
+    }
+
     pub fn new() -> Place {
-        let place = Place(tempfile::tempdir().expect("a folder"));
+        let place = Place::empty();
         std::fs::create_dir(place.path("words")).expect("a folder");
         for file in 0..10 {
             let words = ["expert", "router", "token", "the", "step", "gang"];

@@ -77,11 +77,11 @@ impl WorkerConfig {
     }
 }
 
-fn one() -> u32 {
+pub(crate) fn one() -> u32 {
     1
 }
 
-fn is_one(number: &u32) -> bool {
+pub(crate) fn is_one(number: &u32) -> bool {
     *number == 1
 }
 

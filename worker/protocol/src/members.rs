@@ -49,6 +49,7 @@ pub struct ShardSource {
 /// Sources on the wire: `count` shards from `shard` on are sent by as many ranks from `from` on.
 pub mod runs {
     use super::ShardSource;
+    use crate::config::{is_one, one};
     use crate::message::GANG_RANKS_MAX;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -60,14 +61,6 @@ pub mod runs {
         from: u32,
         #[serde(default = "one", skip_serializing_if = "is_one")]
         count: u32,
-    }
-
-    fn one() -> u32 {
-        1
-    }
-
-    fn is_one(number: &u32) -> bool {
-        *number == 1
     }
 
     /// # Errors

@@ -7,7 +7,7 @@
 //! Every token has its experts, whatever capacity the router was trained with.
 
 use crate::checkpoint::Refusal;
-use crate::engine::eval::training;
+use crate::engine::computer::Computer;
 use crate::engine::forward::Pass;
 use crate::engine::links::Links;
 use crate::engine::machine::check;
@@ -15,11 +15,9 @@ use crate::engine::model::Model;
 use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::state::rank::{DeviceError, RankState};
-use moejob_kernels::{
-    CachedAttention, DType, Device, Gate, KernelError, Layout as Order, Matmul,
-};
+use moejob_kernels::{CachedAttention, DType, Gate, KernelError, Layout as Order, Matmul};
 use moejob_protocol::buffers::LayerCache;
-use moejob_protocol::config::{Backend, Precision, Recompute, TrainingConfig};
+use moejob_protocol::config::TrainingConfig;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{RankMemory, Shape, model_memory};
 use moejob_protocol::mesh::Mesh;
@@ -29,44 +27,23 @@ use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig, RouterKind
 /// enough that activations stay small.
 const TOGETHER: u32 = 256;
 
-/// What computes the next token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Computer {
-    /// So many threads, in fp32 or fp64.
-    Processors { threads: usize, precision: Precision },
-    /// The first GPU that the driver shows.
-    Gpu { precision: Precision },
-}
-
 impl Computer {
     /// What a model with room for a text of `capacity` tokens is planned from.
-    pub fn training(self, capacity: u32) -> TrainingConfig {
-        let (backend, precision) = match self {
-            Computer::Processors { precision, .. } => (Backend::Cpu, precision),
-            Computer::Gpu { precision } => (Backend::Cuda, precision),
-        };
-        let mut training = training(TOGETHER.min(capacity).max(1), 1, precision);
-        training.compute.backend = backend;
-        if backend == Backend::Cuda {
-            // Layers share the memory of one. On processors what nobody touches takes none.
-            training.recompute = Recompute::Full;
-        }
-        training
-    }
-
-    fn shape(self, config: &ModelConfig, capacity: u32) -> (Shape, TrainingConfig, Layout) {
-        let capacity = capacity.max(1);
-        let training = self.training(capacity);
-        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let shape = Shape::new(config, &layout, 0, &training).generating(capacity.into());
-        (shape, training, layout)
+    pub fn generating(self, capacity: u32) -> TrainingConfig {
+        self.planned(TOGETHER.min(capacity).max(1), 1)
     }
 
     /// What a decoder with room for a text of `capacity` tokens takes.
-    pub fn memory(self, config: &ModelConfig, capacity: u32) -> RankMemory {
+    pub fn memory_of_generating(self, config: &ModelConfig, capacity: u32) -> RankMemory {
         let config = dropless(config);
-        model_memory(&config, &self.shape(&config, capacity).0)
+        model_memory(&config, &shape(&config, &self.generating(capacity), capacity).0)
     }
+}
+
+fn shape(config: &ModelConfig, training: &TrainingConfig, capacity: u32) -> (Shape, Layout) {
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let shape = Shape::new(config, &layout, 0, training).generating(capacity.max(1).into());
+    (shape, layout)
 }
 
 /// Why there is no next token.
@@ -131,12 +108,9 @@ impl Decoder {
             return Err(DecodeError::ExpertChoice);
         }
         let config = dropless(config);
-        let (shape, training, layout) = computer.shape(&config, capacity);
-        let device = match computer {
-            Computer::Processors { threads, .. } => Device::cpu(threads, 0)?,
-            Computer::Gpu { .. } => Device::cuda(0, 0)?,
-        };
-        let mut model = Model::on(device, shape, &config, &layout, 0, &training)?;
+        let training = computer.generating(capacity);
+        let (shape, layout) = shape(&config, &training, capacity);
+        let mut model = Model::on(computer.device()?, shape, &config, &layout, 0, &training)?;
         model.past = Some(0);
         let (together, capacity) = (training.sequence_length as usize, capacity.max(1) as usize);
         Ok(Decoder { model, links: Links::solo(), together, capacity })

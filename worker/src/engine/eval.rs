@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Refusal;
 use crate::data::{Batch, Corpus, DataError};
+use crate::engine::computer::Computer;
 use crate::engine::forward::Pass;
 use crate::engine::links::Links;
 use crate::engine::machine::check;
@@ -9,11 +10,8 @@ use crate::engine::round::{Aim, Round};
 use crate::hf::{Weights, load};
 use crate::engine::model::Model;
 use crate::state::rank::{DeviceError, RankState};
-use moejob_kernels::{Device, KernelError};
-use moejob_protocol::config::{
-    AdamW, Backend, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, TokenType,
-    TrainingConfig,
-};
+use moejob_kernels::KernelError;
+use moejob_protocol::config::{DataConfig, DataSource, TokenType, TrainingConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::kernel_sizes::{Sharing, on_gpus};
 use moejob_protocol::memory::{RankMemory, Shape, model_memory};
@@ -27,15 +25,6 @@ const TOKENS_TOGETHER: u64 = 2048;
 const TOKENS_OF_A_GPU: u64 = 16384;
 /// Logits that processors keep at once.
 const LOGITS_MAX: u64 = 1 << 26;
-
-/// What measures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Measurer {
-    /// So many threads, in fp32.
-    Processors { threads: usize },
-    /// The first GPU that the driver shows.
-    Gpu { precision: Precision },
-}
 
 /// What was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -124,30 +113,22 @@ fn escaped(name: &str) -> String {
     name.chars().map(each).collect()
 }
 
-impl Measurer {
-    /// What a model of `config` is planned from where sequences have so many tokens.
-    pub fn training(self, config: &ModelConfig, sequence_length: u32) -> TrainingConfig {
-        let (together, precision) = match self {
-            Measurer::Processors { .. } => {
-                let logits = LOGITS_MAX / u64::from(config.vocab_size);
-                (TOKENS_TOGETHER.min(logits), Precision::Fp32)
-            }
-            Measurer::Gpu { precision } => (TOKENS_OF_A_GPU, precision),
+impl Computer {
+    /// What a model of `config` is measured by where sequences have so many tokens.
+    pub fn measuring(self, config: &ModelConfig, sequence_length: u32) -> TrainingConfig {
+        let together = match self.is_gpu() {
+            true => TOKENS_OF_A_GPU,
+            false => TOKENS_TOGETHER.min(LOGITS_MAX / u64::from(config.vocab_size)),
         };
         let batch = (together / u64::from(sequence_length)).max(1) as u32;
-        let mut training = training(sequence_length, batch, precision);
-        if let Measurer::Gpu { .. } = self {
-            training.compute.backend = Backend::Cuda;
-            // Layers share the memory of one. On processors what nobody touches takes none.
-            training.recompute = Recompute::Full;
-            let is_too_much = |training: &TrainingConfig| {
-                let refused = on_gpus(config, training, Sharing::ALONE).into_iter();
-                refused.into_iter().any(|of| of.size.is_of_tokens())
-            };
-            while training.micro_batch_size > 1 && is_too_much(&training) {
-                training.micro_batch_size /= 2;
-                training.global_batch_size = training.micro_batch_size;
-            }
+        let mut training = self.planned(sequence_length, batch);
+        let is_too_much = |training: &TrainingConfig| {
+            let refused = on_gpus(config, training, Sharing::ALONE).into_iter();
+            refused.into_iter().any(|of| of.size.is_of_tokens())
+        };
+        while self.is_gpu() && training.micro_batch_size > 1 && is_too_much(&training) {
+            training.micro_batch_size /= 2;
+            training.global_batch_size = training.micro_batch_size;
         }
         training
     }
@@ -159,30 +140,21 @@ impl Measurer {
         training: &TrainingConfig,
         documents: bool,
     ) -> Result<Model, KernelError> {
-        let (shape, layout) = self.shape(config, training, documents);
-        let device = match self {
-            Measurer::Processors { threads } => Device::cpu(threads, 0)?,
-            Measurer::Gpu { .. } => Device::cuda(0, 0)?,
-        };
-        Model::on(device, shape, config, &layout, 0, training)
-    }
-
-    fn shape(
-        self,
-        config: &ModelConfig,
-        training: &TrainingConfig,
-        documents: bool,
-    ) -> (Shape, Layout) {
-        let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
-        let shape = Shape::new(config, &layout, 0, training).measuring();
-        (Shape { documents, ..shape }, layout)
+        let (shape, layout) = shape(config, training, documents);
+        Model::on(self.device()?, shape, config, &layout, 0, training)
     }
 
     /// What a model of `config` takes of its device where sequences have so many tokens.
-    pub fn memory(self, config: &ModelConfig, sequence_length: u32) -> RankMemory {
-        let training = self.training(config, sequence_length);
-        model_memory(config, &self.shape(config, &training, true).0)
+    pub fn memory_of_measuring(self, config: &ModelConfig, sequence_length: u32) -> RankMemory {
+        let training = self.measuring(config, sequence_length);
+        model_memory(config, &shape(config, &training, true).0)
     }
+}
+
+fn shape(config: &ModelConfig, training: &TrainingConfig, documents: bool) -> (Shape, Layout) {
+    let layout = Layout::contiguous(Mesh::data_parallel(1, 1));
+    let shape = Shape::new(config, &layout, 0, training).measuring();
+    (Shape { documents, ..shape }, layout)
 }
 
 /// Measures. `progress` hears targets done and in all.
@@ -193,11 +165,11 @@ pub fn evaluate(
     weights: &Weights,
     data: &DataConfig,
     sequence_length: u32,
-    measurer: Measurer,
+    computer: Computer,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Evaluation, EvalError> {
     let config = weights.model();
-    let training = measurer.training(config, sequence_length);
+    let training = computer.measuring(config, sequence_length);
     let one = TrainingConfig { global_batch_size: 1, micro_batch_size: 1, ..training.clone() };
     let mut corpus = match Corpus::open(data, &one, config.vocab_size) {
         Err(DataError::TooSmall { found, .. }) => {
@@ -205,7 +177,7 @@ pub fn evaluate(
         }
         opened => opened?,
     };
-    let mut model = measurer.model(config, &training, data.reset_at_boundaries)?;
+    let mut model = computer.model(config, &training, data.reset_at_boundaries)?;
     load(weights, &mut model)?;
     model.finish()?;
     measure(&mut model, &mut corpus, progress)
@@ -246,31 +218,4 @@ pub fn measure(
         progress(done * length as u64, windows * length as u64);
     }
     Ok(Evaluation { loss: sum / tokens.max(1) as f64, tokens, sequences: windows })
-}
-
-/// What the memory of a model is planned from; nothing is trained.
-pub(crate) fn training(
-    sequence_length: u32,
-    batch: u32,
-    precision: Precision,
-) -> TrainingConfig {
-    TrainingConfig {
-        steps: 1,
-        global_batch_size: batch,
-        micro_batch_size: batch,
-        sequence_length,
-        precision,
-        adamw: AdamW {
-            learning_rate: 0.0,
-            beta1: 0.9,
-            beta2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.0,
-        },
-        schedule: Schedule::Constant { warmup_steps: 0 },
-        max_grad_norm: 0.0,
-        seed: 0,
-        recompute: Recompute::None,
-        compute: Compute::default(),
-    }
 }

@@ -67,11 +67,7 @@ impl Rules {
         let groups =
             RouteGroups { count: config.groups as usize, kept: config.topk_groups as usize };
         let std = config.gate_noise / count as f64;
-        let none = ArenaPlan::new().alloc(DType::U8, 0);
         Gate {
-            tokens,
-            experts: count,
-            top_k: model.slots() as usize,
             segments: self.segments,
             choice: self.choice(model),
             scoring: scoring(config.scoring),
@@ -91,24 +87,7 @@ impl Rules {
                 (BalanceName::CvSquared, Some(raw)) => Load::Shazeer { raw },
                 _ => Load::None,
             },
-            before: None,
-            draw: None,
-            bias: None,
-            logits: none,
-            words: none,
-            positions: none,
-            noisy: none,
-            probs: none,
-            lse: none,
-            chosen: none,
-            ids: none,
-            weights: none,
-            first: none,
-            counts: none,
-            dropped: none,
-            stats: none,
-            losses: none,
-            workspace: none,
+            ..Gate::of(tokens, count, model.slots() as usize)
         }
     }
 

@@ -41,6 +41,7 @@ pub mod graphs;
 pub mod step;
 pub mod validate;
 pub mod diagnosis;
+pub mod computer;
 pub mod eval;
 pub mod decode;
 pub mod sample;

@@ -149,6 +149,19 @@ impl Model {
         parts.iter().enumerate().filter(|(_, run)| !run.is_empty()).map(piece).collect()
     }
 
+    /// [`Model::kept`] beside the places whose floats cross the bus together. None: on processors,
+    /// and where some of them need the stage.
+    fn together(
+        &self,
+        part: Part,
+        index: usize,
+        elements: &Range<u64>,
+    ) -> Option<Vec<(Kept, Stored)>> {
+        self.device.as_cuda()?;
+        let kept = self.kept(part, index, elements).into_iter();
+        kept.map(|kept| Some((kept, kept.stored()?))).collect()
+    }
+
     /// Calls `each` with pieces that fit into the stage: their first element, where they are kept,
     /// and as much of the stage.
     fn staged(&mut self, kept: &[Kept], mut each: impl FnMut(&mut Model, usize, Kept, Buffer)) {
@@ -257,13 +270,11 @@ impl RankState for Model {
     }
 
     fn read_all(&mut self, pieces: Vec<(Part, usize, Range<u64>, &mut [u8])>, pages: Pages) {
-        let (on_cpu, by_lane) = (self.device.as_cuda().is_none(), self.reads_by_lane());
         let (size, mut reads) = (self.table().stored.size(), Vec::new());
         for (part, index, elements, into) in pieces {
             // In a lane they leave one by one, and nobody waits for them.
-            let kept = if by_lane { Vec::new() } else { self.kept(part, index, &elements) };
-            let places: Option<Vec<_>> = kept.iter().map(|kept| kept.stored()).collect();
-            match places.filter(|_| !on_cpu && !by_lane) {
+            let by_lane = self.reads_by_lane();
+            match self.together(part, index, &elements).filter(|_| !by_lane) {
                 None => {
                     self.read(part, index, elements, into);
                     if !by_lane {
@@ -272,7 +283,7 @@ impl RankState for Model {
                 }
                 Some(places) => {
                     let mut rest = into;
-                    for (place, kept) in places.into_iter().zip(kept) {
+                    for (kept, place) in places {
                         let own;
                         (own, rest) = rest.split_at_mut(kept.len() * size);
                         reads.push((place, own));
@@ -302,24 +313,20 @@ impl RankState for Model {
     fn write_all(&mut self, pieces: &[(Part, usize, Range<u64>, &[u8])]) {
         self.device.await_marks();
         self.forget_whole();
-        let on_cpu = self.device.as_cuda().is_none();
         let (size, mut writes, mut weights) = (self.table().stored.size(), Vec::new(), Vec::new());
         for (part, index, elements, from) in pieces {
-            let kept = self.kept(*part, *index, elements);
-            let places: Option<Vec<_>> = kept.iter().map(|kept| kept.stored()).collect();
-            let Some(places) = places.filter(|_| !on_cpu) else {
+            let Some(places) = self.together(*part, *index, elements) else {
                 self.write(*part, *index, elements.clone(), from);
                 continue;
             };
             let mut rest = *from;
-            for (place, kept) in places.into_iter().zip(kept) {
+            for (kept, place) in places {
                 let own;
                 (own, rest) = rest.split_at(kept.len() * size);
                 writes.push((place, own));
-                weights.extend(match kept {
-                    Kept::Separate { weight, master } => Some(Cast { from: master, to: weight }),
-                    _ => None,
-                });
+                if let Kept::Separate { weight, master } = kept {
+                    weights.push(Cast { from: master, to: weight });
+                }
             }
         }
         if !writes.is_empty() {

@@ -36,17 +36,17 @@ impl Sampling {
         let share = |id: &u32| ((logit(*id) - logit(best)) / self.temperature).exp();
         let all: f64 = ranked.iter().map(share).sum();
         // Most of a vocabulary is hardly ever looked at, so only what is looked at is put in order.
-        let (mut shares, mut reached, mut enough) = (Vec::new(), 0.0, self.top_p <= 0.0);
-        while shares.len() < ranked.len() && (shares.is_empty() || !enough) {
+        let (mut shares, mut reached, mut enough) = (Vec::new(), 0.0, false);
+        while shares.len() < ranked.len() && !enough {
             let (first, rest) = (shares.len(), &mut ranked[shares.len()..]);
             let count = rest.len().min(ORDERED_FIRST.max(first));
             if count < rest.len() {
                 rest.select_nth_unstable_by(count, better);
             }
             rest[..count].sort_unstable_by(better);
-            for id in &rest[..count] {
-                shares.push(share(id));
-                reached += shares[shares.len() - 1];
+            for share in rest[..count].iter().map(share) {
+                shares.push(share);
+                reached += share;
                 enough = reached >= self.top_p * all;
                 if enough {
                     break;

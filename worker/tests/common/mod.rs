@@ -8,6 +8,7 @@ pub mod reference;
 pub mod routers;
 
 use moe_worker::checkpoint::Disk;
+use moejob_kernels::cuda::Gpu;
 use moejob_protocol::config::{
     AdamW, Compute, DataConfig, DataSource, Precision, Recompute, Schedule, Tokenizer,
     TrainingConfig,
@@ -95,6 +96,15 @@ pub fn fit_gpus(model: &mut ModelConfig) {
     (model.experts.count, model.dense_intermediate_size) = (6, 128);
     (model.dense_layers, model.num_hidden_layers) = (vec![0], 3);
     model.router.bias_update_rate = 0.0;
+}
+
+/// Whether the driver shows a GPU; a test that has none says so.
+pub fn has_gpu() -> bool {
+    let found = Gpu::open(0).is_ok();
+    if !found {
+        println!("no GPU: left out");
+    }
+    found
 }
 
 /// Writes eight files of made-up words below `root`.

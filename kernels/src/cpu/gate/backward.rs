@@ -11,7 +11,7 @@ use crate::route::Scoring;
 struct Row<'a, T> {
     op: &'a GateBackward,
     token: usize,
-    /// What losses are multiplied by
+    /// The scale of all losses, and so of their gradients.
     times: f64,
     scores: Token<'a, T>,
     estimate: Estimate<'a, T>,

@@ -7,10 +7,9 @@
 
 use super::options::{BenchArgs, DeviceName};
 use super::{Refused, device_of, job};
-use crate::cli::args;
-use crate::cli::eval::lacks_of_gpus;
+use crate::cli::generate::computer;
 use crate::cli::room::{Need, check_alone, largest};
-use moe_worker::engine::decode::{Computer, DecodeError, Decoder};
+use moe_worker::engine::decode::{DecodeError, Decoder};
 use moe_worker::engine::sample::Sampling;
 use moe_worker::state::rank::RankState;
 use moe_worker::state::snapshot::initialize;
@@ -39,35 +38,21 @@ pub fn run(args: &BenchArgs, preset: Preset, tokens: u32) -> Result<(), Refused>
     let device = device_of(args);
     let model = job(args, preset, device)?.model;
     let precision = match (args.precision.as_deref(), device) {
-        (Some("tf32"), DeviceName::Gpu) => Precision::Tf32,
-        (Some("fp16"), DeviceName::Gpu) => Precision::Fp16,
-        (Some("bf16") | None, DeviceName::Gpu) => Precision::Bf16,
-        (Some("fp32") | None, _) => Precision::Fp32,
-        (Some(other), _) => {
-            let what = format!("--precision {other}: processors generate in fp32 here");
-            return Err(Refused(2, what));
-        }
+        (Some("tf32"), _) => Precision::Tf32,
+        (Some("fp16"), _) => Precision::Fp16,
+        (Some("bf16"), _) | (None, DeviceName::Gpu) => Precision::Bf16,
+        _ => Precision::Fp32,
     };
-    let computer = match device {
-        DeviceName::Gpu => Computer::Gpu { precision },
-        DeviceName::Cpu => {
-            let threads = args::threads(args.threads);
-            let wanted = |of: u32| {
-                let computer = Computer::Processors { threads, precision };
-                Need::from(&computer.memory(&model, of))
-            };
-            let less = |fits: &dyn Fn(Need) -> bool| {
-                let most = largest(TOKENS_MIN as u32, tokens, |of| fits(wanted(of)))?;
-                Some(format!("--generate {most} would fit"))
-            };
-            check_alone("the model", wanted(tokens), less).map_err(|why| Refused(2, why))?;
-            Computer::Processors { threads, precision }
-        }
-    };
-    if let Some(what) =
-        lacks_of_gpus(&model, &computer.training(tokens)).filter(|_| device == DeviceName::Gpu)
-    {
-        return Err(Refused(2, what));
+    let refused = |why: String| Refused(2, why);
+    let computer =
+        computer((device, args.threads), precision, &model, tokens).map_err(refused)?;
+    if device == DeviceName::Cpu {
+        let wanted = |of: u32| Need::from(&computer.memory_of_generating(&model, of));
+        let less = |fits: &dyn Fn(Need) -> bool| {
+            let most = largest(TOKENS_MIN as u32, tokens, |of| fits(wanted(of)))?;
+            Some(format!("--generate {most} would fit"))
+        };
+        check_alone("the model", wanted(tokens), less).map_err(refused)?;
     }
     let failed = |error: DecodeError| {
         crate::cli::complain(&error);
