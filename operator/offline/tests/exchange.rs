@@ -18,8 +18,8 @@ use moejob_protocol::rails::Rails;
 const MIB: f64 = 1048576.0;
 
 /// Microseconds of NCCL in a graph between two H200, by the bytes of a rank's buffer, half of which
-/// travel: all-to-all, reduce-scatter, all-gather (`docs/benchmarks/links_h200x2_2026-11-22.md`,
-/// "NCCL, beside torch.distributed in the same sitting").
+/// travel: all-to-all, reduce-scatter, all-gather (`docs/benchmarks/links.md`,
+/// "NCCL, beside torch.distributed").
 const READ: [(f64, f64, f64, f64); 8] = [
     (512.0, 5.9, 5.1, 5.1),
     (65536.0, 7.6, 6.0, 6.2),

@@ -309,8 +309,8 @@ fn the_json_has_what_the_text_has() {
     assert_eq!(json["gang"]["ranks"][3]["buddy"], 0);
 }
 
-/// Two GPUs of an ND H200 v5, and what a step took (`docs/benchmarks/two_gpus_h200_2026-11-22.md`;
-/// one GPU: `step_h200_2026-11-22.md`).
+/// One and two GPUs of an ND H200 v5, and what a step took (`docs/benchmarks/two-gpus.md`, "What
+/// estimates are held to").
 #[test]
 fn steps_of_two_gpus_are_estimated_within_a_fifth() {
     let of = |model: &str, gpus: u32, ep: u32, micro_batch: u32, rounds: u32| {

@@ -23,7 +23,7 @@ const ENV_HCA: &str = "NCCL_IB_HCA";
 /// Heaps of the C library. NCCL has new threads for each communicator, and a new thread takes a
 /// heap of its own while there are few: an engine that outlives others grew by 15 MiB with each of
 /// its first 20 recoveries. With one heap, what is free in it given back behind each attempt, it
-/// does not grow (two_gpus_h200_2026-11-27.md).
+/// does not grow (docs/benchmarks/memory.md).
 const ENV_HEAPS: &str = "MALLOC_ARENA_MAX";
 const HEAPS: u32 = 1;
 
