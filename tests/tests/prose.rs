@@ -130,6 +130,22 @@ fn lines_are_narrow_and_paragraphs_short() {
     all_of(found);
 }
 
+/// What is left can be read at a glance: a row says it, and links to a page that says more.
+#[test]
+fn rows_of_the_roadmap_are_short() {
+    const ROW_MAX: usize = 200;
+    let mut found = Vec::new();
+    for (name, text) in documents().iter().filter(|(name, _)| name.starts_with("docs/ROADMAP")) {
+        for (number, line) in prose(text) {
+            let length = line.chars().count();
+            if length > ROW_MAX {
+                found.push(format!("{name}:{number}: {length} characters, over {ROW_MAX}"));
+            }
+        }
+    }
+    all_of(found);
+}
+
 /// What a word of the glossary means stands there once.
 #[test]
 fn the_glossary_defines_each_word_once() {
