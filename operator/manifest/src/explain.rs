@@ -112,7 +112,10 @@ fn walk(
             kind: kind(field),
             default: (!default.is_null())
                 .then(|| shown(&default))
-                .or_else(|| told_default(field["description"].as_str().unwrap_or_default())),
+                .or_else(|| {
+                    let told = told_default(field["description"].as_str().unwrap_or_default());
+                    told.map(|(default, _)| default)
+                }),
             required: required.contains(&name.as_str()),
             presets: of_model.map_or_else(Vec::new, |of_model| {
                 let of = |(name, fields): &(String, Value)| {
@@ -129,15 +132,25 @@ fn walk(
     }
 }
 
-/// The default that a text tells, where it is no value that a manifest would have.
-fn told_default(text: &str) -> Option<String> {
-    let at = text.find("Default: ").map(|at| at + "Default: ".len()).or_else(|| {
-        text.find("Default on one machine: ").map(|at| at + "Default ".len())
+/// The default that a text tells, and the sentence that tells it.
+fn told_default(text: &str) -> Option<(String, String)> {
+    let text = joined(text);
+    let (begin, before) = ["Default: ", "Default on one machine: "].into_iter().find_map(|of| {
+        let told = if of == "Default: " { of.len() } else { "Default ".len() };
+        text.find(of).map(|at| (at, at + told))
     })?;
-    let words = text[at..].split_whitespace().collect::<Vec<_>>().join(" ");
     // A point ends it where a sentence ends: not the one of 0.5.
-    let end = words.find(". ").unwrap_or(words.len());
-    Some(words[..end].trim_end_matches('.').to_string())
+    let ends = [". ", ".\n"].into_iter().filter_map(|of| text[before..].find(of));
+    let end = ends.min().map_or(text.len(), |at| before + at);
+    let told = text[before..end].trim_end_matches('.').to_string();
+    let sentence = text[begin..(end + 1).min(text.len())].to_string();
+    Some((told, sentence))
+}
+
+/// Each paragraph in one line.
+fn joined(text: &str) -> String {
+    let line = |part: &str| part.split_whitespace().collect::<Vec<_>>().join(" ");
+    text.split("\n\n").map(line).collect::<Vec<_>>().join("\n\n")
 }
 
 fn value_at(value: &Value, path: &str) -> Value {
@@ -335,11 +348,19 @@ fn name(field: &Field) -> &str {
 impl Field {
     /// Kind, default and when it may change, in a line.
     fn facts(&self) -> String {
+        let facts = self.kind_and_default(self.default.as_deref());
+        match self.change {
+            Change::ByField => facts,
+            change => format!("{facts}; {}", change.words()),
+        }
+    }
+
+    fn kind_and_default(&self, default: Option<&str>) -> String {
         let mut facts = self.kind.clone();
         if self.required {
             facts.push_str("; must be given");
         }
-        match &self.default {
+        match default {
             Some(default) => {
                 let _ = write!(facts, "; default {default}");
             }
@@ -348,10 +369,17 @@ impl Field {
             None if !self.presets.is_empty() => facts.push_str("; must be given without a preset"),
             None => facts.push_str("; default none"),
         }
-        if self.change != Change::ByField {
-            let _ = write!(facts, "; {}", self.change.words());
-        }
         facts
+    }
+
+    /// Kind and default as the page has them, by the text where that tells a default, and the text
+    /// without it.
+    fn told_once(&self) -> (String, String) {
+        let Some((told, words)) = told_default(&self.text) else {
+            return (self.kind_and_default(self.default.as_deref()), self.text.clone());
+        };
+        let rest = joined(&self.text).replace(&words, "");
+        (self.kind_and_default(Some(&told)), rest.trim().to_string())
     }
 }
 
@@ -378,9 +406,61 @@ fn wrapped(text: &str, width: usize, indent: &str) -> String {
     lines.join("\n")
 }
 
-/// `docs/manifest.md`.
+/// What the page says of a field and of all that is in it, without its own path.
+fn signature(fields: &[Field], path: &str) -> Vec<String> {
+    let inside = |field: &&Field| field.path == path || within(&field.path, path);
+    let of = |field: &Field| {
+        let (facts, text) = field.told_once();
+        format!("{}|{facts}|{text}|{:?}", &field.path[path.len()..], field.change)
+    };
+    fields.iter().filter(inside).map(of).collect()
+}
+
+fn within(path: &str, holder: &str) -> bool {
+    path.strip_prefix(holder).is_some_and(|rest| rest.starts_with('.'))
+}
+
+/// Fields that say what one of the same name says: each with the field that holds that one, which
+/// is the outermost, or the first of these. What lies in such a field is not among them.
+fn repeated(fields: &[Field]) -> Vec<(&Field, &str)> {
+    let depth = |path: &str| path.matches('.').count();
+    let told: Vec<(&str, Vec<String>)> =
+        fields.iter().map(|field| (name(field), signature(fields, &field.path))).collect();
+    let mut outermost: BTreeMap<&(&str, Vec<String>), &str> = BTreeMap::new();
+    for (field, told) in fields.iter().zip(&told) {
+        let of = outermost.entry(told).or_insert(&field.path);
+        if depth(&field.path) < depth(of) {
+            *of = &field.path;
+        }
+    }
+    let mut found: Vec<(&Field, &str)> = Vec::new();
+    for (field, told) in fields.iter().zip(&told) {
+        let inside = found.iter().any(|(of, _)| within(&field.path, &of.path));
+        let first = outermost[told];
+        if !inside && first != field.path {
+            found.push((field, first.rsplit_once('.').map_or("", |(holder, _)| holder)));
+        }
+    }
+    found
+}
+
+/// When a field may change if it does not say so: as the field that holds it.
+fn inherited(fields: &[Field], path: &str) -> Change {
+    let mut at = path;
+    while let Some((holder, _)) = at.rsplit_once('.') {
+        let of = fields.iter().find(|field| field.path == holder);
+        match of.map(|field| field.change) {
+            Some(Change::ByField) | None => at = holder,
+            Some(change) => return change,
+        }
+    }
+    Change::Never
+}
+
+/// `docs/manifest.md`: what `explain` says, with nothing twice.
 pub fn markdown() -> String {
     let fields = fields();
+    let repeated = repeated(&fields);
     let mut text = String::from(
         "# The fields of a manifest\n\n\
          Generated by `moejob explain --markdown`; a test compares the two. `moejob explain \
@@ -388,26 +468,47 @@ pub fn markdown() -> String {
          A manifest has `apiVersion: moejob.dev/v1alpha1`, `kind: MoeJob`, `metadata.name` and \
          `spec`. The\nfields below are those of `spec`, so `training.steps` is\n\n\
          ```yaml\nspec:\n  training:\n    steps: 600\n```\n\n\
-         Each begins with its type, its default, and when it may change. What is fixed once the \
-         job has begun\ncannot be changed after its first step: give the job another name. \
-         `Presets` lists what a known\nmodel, named by `model.preset`, brings along.\n\n",
+         Each begins with its type, its default, and when it may change. Where that is not said, \
+         it is so for\nthe field that holds it. Where none says it, a field is fixed once the job \
+         has begun: it cannot be\nchanged after the first step; give the job another name. \
+         `Presets` lists what a known model, named\nby `model.preset`, brings along.\n\n",
     );
     for top in fields.iter().filter(|field| !field.path.contains('.')) {
         let _ = writeln!(text, "- [`{}`](#{})", top.path, top.path.to_lowercase());
     }
-    for field in &fields {
+    let is_repeated = |path: &str| {
+        repeated.iter().any(|(of, _)| of.path == path || within(path, &of.path))
+    };
+    for field in fields.iter().filter(|field| !is_repeated(&field.path)) {
         let top = !field.path.contains('.');
         let heading = if top { "##" } else { "###" };
         let title = if top { field.path.clone() } else { format!("`{}`", field.path) };
-        let mut facts = field.facts();
-        facts[..1].make_ascii_uppercase();
-        let _ = write!(text, "\n{heading} {title}\n\n{}\n", wrapped(&format!("{facts}."), 100, ""));
-        if !field.text.is_empty() {
-            let _ = write!(text, "\n{}\n", wrapped(&field.text, 100, ""));
+        let (mut facts, told) = field.told_once();
+        if ![Change::ByField, inherited(&fields, &field.path)].contains(&field.change) {
+            let _ = write!(facts, "; {}", field.change.words());
+        }
+        let _ = write!(text, "\n{heading} {title}\n");
+        // That it has fields is seen below it.
+        if facts != "fields" {
+            facts[..1].make_ascii_uppercase();
+            let _ = write!(text, "\n{}\n", wrapped(&format!("{facts}."), 100, ""));
+        }
+        if !told.is_empty() {
+            let _ = write!(text, "\n{}\n", wrapped(&told, 100, ""));
         }
         if !field.presets.is_empty() {
             let each = field.presets.iter().map(|(name, value)| format!("{name} {value}"));
             let all = format!("Presets: {}.", each.collect::<Vec<_>>().join(", "));
+            let _ = write!(text, "\n{}\n", wrapped(&all, 100, ""));
+        }
+        let mut elsewhere: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+        for (of, holder) in &repeated {
+            if of.path.rsplit_once('.').is_some_and(|(own, _)| own == field.path) {
+                elsewhere.entry(holder).or_default().push(format!("`{}`", name(of)));
+            }
+        }
+        for (holder, names) in elsewhere {
+            let all = format!("As in `{holder}`: {}.", names.join(", "));
             let _ = write!(text, "\n{}\n", wrapped(&all, 100, ""));
         }
     }
@@ -507,12 +608,23 @@ mod tests {
     }
 
     #[test]
-    fn the_page_has_every_field_within_its_columns() {
+    fn the_page_has_every_field_within_its_columns_and_none_twice() {
         let page = markdown();
-        for field in fields() {
-            assert!(page.contains(&format!("{}`\n", field.path))
-                || page.contains(&format!("\n## {}\n", field.path)), "{}", field.path);
+        let fields = fields();
+        let again = repeated(&fields);
+        for field in &fields {
+            let told = page.contains(&format!("{}`\n", field.path))
+                || page.contains(&format!("\n## {}\n", field.path));
+            let elsewhere = again.iter().any(|(of, _)| {
+                of.path == field.path || within(&field.path, &of.path)
+            });
+            assert!(told != elsewhere, "{}: {told}, {elsewhere}", field.path);
         }
+        let sources = "As in `data.train`: `jsonl`, `megatron`, `parquet`, `text`, `tokens`.\n";
+        assert_eq!(page.matches(sources).count(), 2);
+        let rate = "`model.router.capacityFactor`\n\nNumber, -64 to 64; default 0; 1.25 with \
+                    switch, 1 with gshard and tutel.\n";
+        assert!(page.contains(rate), "{page}");
         let long = page.lines().find(|line| line.chars().count() > 100);
         assert_eq!(long, None);
     }
