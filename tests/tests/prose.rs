@@ -227,9 +227,6 @@ fn commands_in_documents_are_known() {
     let of = |name: &str, text| if name.ends_with(".md") { shell(text) } else { header(text) };
     let (mut found, mut helps, mut count) = (Vec::new(), BTreeMap::new(), 0);
     for (name, text) in documents.iter().chain(examples.iter().map(|(name, text)| (name, text))) {
-        if name.starts_with("docs/benchmarks/") {
-            continue;
-        }
         for (line, words) in
             of(name, text).into_iter().filter_map(|(line, text)| Some((line, command(text)?)))
         {
