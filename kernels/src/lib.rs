@@ -82,8 +82,8 @@ pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use matmul::{AddBias, BiasBackward, Layout, Matmul};
 pub use moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 pub use moe_here::{
-    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
-    MoeUpGradient,
+    Each, MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+    MoeUpGradient, Sources,
 };
 pub use norm::{AddRmsNorm, RmsNorm, RmsNormBackward};
 pub use norm_rope::{NormRope, NormRopeBackward};

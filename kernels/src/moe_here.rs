@@ -24,18 +24,32 @@ pub struct MoeRoute {
     pub tensors: MoeTensors,
 }
 
+/// Which ranks the tokens of a layer come from, in the order of their rows.
+#[derive(Clone, Copy, Debug)]
+pub enum Sources {
+    /// `ranks` have `each` tokens. Of these the first `present` ranks' count, and no others.
+    Even { ranks: usize, each: usize, present: usize },
+    /// u32 [S + 1]: where the tokens of each of S ranks begin, and behind the last how many there
+    /// are; rows behind them say nothing.
+    Listed(Buffer),
+}
+
+/// The row of each choice by itself.
+#[derive(Clone, Copy, Debug)]
+pub enum Each {
+    /// Of all choices [A, K], zeros where an expert lies elsewhere.
+    Slots,
+    /// u32 [R], of [`MoePlace::choices`]: of the choices here alone, one behind the other.
+    Choices(Buffer),
+}
+
 /// Where rows of the experts here lie: by expert, then token. Fills `saved`'s offsets [G + 1],
 /// order [G], rows, pos [A, K] and row_weights from its ids [A, K] and weights [A, K]. Where there
 /// are more than `room` of them, none is placed, as if nobody had tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct MoePlace {
     pub top_k: usize,
-    /// `T` of each rank
-    pub tokens: usize,
-    /// `P`
-    pub ranks: usize,
-    /// Ranks that have tokens, the first ones; choices of the others count nothing.
-    pub present: usize,
+    pub sources: Sources,
     /// The experts here are `first .. first + locals`
     pub first: usize,
     pub locals: usize,
@@ -44,6 +58,8 @@ pub struct MoePlace {
     /// Added to, F64 [1]: 1 where that is too little
     pub overflows: Buffer,
     pub saved: Saved,
+    /// Output u32 [R]: the row of each choice that has one, in the order of tokens and their slots
+    pub choices: Option<Buffer>,
 }
 
 /// Of `desc`, which is of A tokens and the experts here alone: what these make of the tokens, from
@@ -53,10 +69,9 @@ pub struct MoeExperts {
     pub desc: MoeDesc,
     pub tensors: MoeTensors,
     /// Output [A, D]: the weighted sum over the experts here, of elements or of fp32, which rounds
-    /// nothing. With `each` [A, K, D] of elements: the row of each choice as it is, 0 where its
-    /// expert lies elsewhere.
+    /// nothing. With `each` a row of elements for each choice as it is: [A, K, D], or [R, D].
     pub out: Buffer,
-    pub each: bool,
+    pub each: Option<Each>,
 }
 
 /// out [T, D] = base + the sum over the rows of each token's choices, in their order, in fp32 and
@@ -85,11 +100,11 @@ pub struct MoeExpertsBackward {
     pub tensors: MoeTensors,
     /// [A, D]
     pub dout: Buffer,
-    /// Output [A, D], of elements or of fp32; with `each` [A, K, D]: of each choice, 0 where its
-    /// expert lies elsewhere
+    /// Output [A, D], of elements or of fp32; with `each` of each choice: [A, K, D], or [R, D]
     pub dx: Buffer,
     pub each: bool,
-    /// Output [A, K], as the weights
+    pub choices: Each,
+    /// Output [A, K], as the weights; of choices that are listed [R]
     pub ds: Buffer,
     pub gradients: Gradients,
     /// Up's gradient is left to [`MoeUpGradient`], beside which dx and ds may travel.
@@ -121,11 +136,13 @@ pub struct MoeRouterBackward {
 }
 
 impl MoePlace {
-    /// Tokens in all, all lengths checked.
+    /// Rows of tokens, all lengths checked.
     pub(crate) fn check(&self) -> usize {
-        let MoePlace { top_k, tokens, ranks, present, locals, ref saved, .. } = *self;
-        let all = ranks * tokens;
-        assert!(present <= ranks, "{self:?}");
+        let MoePlace { top_k, locals, ref saved, .. } = *self;
+        let all = saved.ids.len() / top_k;
+        if let Sources::Even { ranks, each, present } = self.sources {
+            assert!(present <= ranks && all == ranks * each, "{self:?}");
+        }
         for slots in [saved.ids, saved.weights, saved.pos] {
             assert_eq!(slots.len(), all * top_k, "{self:?}");
         }

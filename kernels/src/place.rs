@@ -104,7 +104,7 @@ impl Device {
     pub fn gather_rows(&mut self, op: &GatherRows) {
         match self {
             Device::Cpu(cpu) => on_float!(op.y.dtype(), T => cpu.gather_rows::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("gather_rows"),
+            Device::Cuda(cuda) => cuda.listed_rows(op),
         }
     }
 
@@ -125,7 +125,7 @@ impl Device {
     pub fn scatter_sum(&mut self, op: &ScatterSum) {
         match self {
             Device::Cpu(cpu) => on_float!(op.out.dtype(), T => cpu.scatter_sum::<T>(op)),
-            Device::Cuda(cuda) => cuda.lacks("scatter_sum"),
+            Device::Cuda(cuda) => cuda.scatter_sum(op),
         }
     }
 }

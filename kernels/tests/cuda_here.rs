@@ -3,7 +3,7 @@
 
 use moejob_kernels::cuda::{Gpu, Saved};
 use moejob_kernels::philox::philox4x32_10;
-use moejob_kernels::{ArenaPlan, DType, Device, MoePlace, NO_EXPERT};
+use moejob_kernels::{ArenaPlan, DType, Device, MoePlace, NO_EXPERT, Sources};
 
 struct Case {
     experts: usize,
@@ -44,7 +44,8 @@ fn check(case: &Case, mut device: Device) {
     let mut plan = ArenaPlan::new();
     let mut words = |len: usize| plan.alloc(DType::U32, len);
     let (all, offsets, order) = (words(slots), words(case.locals + 1), words(case.locals));
-    let (rows, pos) = (words(slots), words(slots));
+    let (rows, pos, choices) = (words(slots), words(slots), words(slots));
+    let ends = words(case.ranks + 1);
     let none = words(0);
     let mut floats = |len: usize| plan.alloc(DType::F32, len);
     let (given, row_weights) = (floats(slots), floats(slots));
@@ -71,7 +72,9 @@ fn check(case: &Case, mut device: Device) {
     };
     let Case { top_k, tokens, ranks, first, locals, present, .. } = *case;
     let room = usize::MAX;
-    let op = MoePlace { top_k, tokens, present, ranks, first, locals, room, overflows, saved };
+    let each = tokens;
+    let sources = Sources::Even { ranks, each, present };
+    let op = MoePlace { top_k, sources, first, locals, room, overflows, saved, choices: None };
     device.write(all, &ids);
     device.write(given, &weights);
     // What was there before, of another batch, says nothing.
@@ -101,6 +104,16 @@ fn check(case: &Case, mut device: Device) {
     let mut expected = vec![NO_EXPERT; slots];
     sorted.iter().enumerate().for_each(|(row, slot)| expected[*slot] = row as u32);
     assert_eq!(device.read_vec::<u32>(pos), expected);
+    // As many tokens are listed, and the rows of choices in the order of their slots.
+    let told = (0..=ranks).map(|rank| (rank.min(present) * tokens) as u32);
+    device.write(ends, &told.collect::<Vec<u32>>());
+    device.write(choices, &vec![7_u32; slots]);
+    let listed = MoePlace { sources: Sources::Listed(ends), choices: Some(choices), ..op };
+    device.moe_place(&listed);
+    let found: Vec<u32> = device.read_vec(pos.slice(0, present * tokens * top_k));
+    assert_eq!(found, expected[..found.len()]);
+    let some: Vec<u32> = found.into_iter().filter(|row| *row != NO_EXPERT).collect();
+    assert_eq!(device.read_vec::<u32>(choices.slice(0, some.len())), some);
     // As many as there are have room, one less has not.
     device.moe_place(&MoePlace { room: sorted.len(), ..op });
     assert_eq!(device.read_vec::<u32>(pos), expected);
@@ -132,6 +145,7 @@ fn rows_lie_by_expert_and_token() {
         case(512, 16, [2, 1000], [256, 256], 2),
         case(100, 1, [4, 64], [25, 25], 4),
         case(200, 2, [100, 8], [50, 2], 99),
+        case(64, 8, [3, 300], [60, 4], 2),
     ] {
         check(&case, Device::cpu(1, 0).expect("a CPU"));
         if Gpu::open(0).is_ok() {

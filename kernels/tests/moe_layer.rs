@@ -113,7 +113,7 @@ fn check_scaled(
         device.write(at, &[scale]);
     }
     let (residual, saved) = (None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale, starts: None };
     device.moe_forward(&MoeForward { desc, tensors, out });
     let hidden = [saved.h, saved.a].map(|rows| rows.reinterpret(DType::U8));
     let first = hidden.map(|rows| device.read_vec::<u8>(rows));
@@ -223,7 +223,7 @@ fn gradients_of(
         write(device, buffer, &values);
     }
     let (residual, loss_scale, saved) = (None, None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale, starts: None };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.moe_backward(&MoeBackward { desc, tensors, dout, dx, gradients });
     device.finish().expect("the layer ran");
@@ -347,7 +347,7 @@ fn check_choice(device: &mut Device, desc: MoeDesc, spread: f32, biased: bool) {
     let bias = biased.then_some(bias);
     let weights = Weights { router, bias, up, down };
     let (residual, loss_scale, saved) = (None, None, planned.saved);
-    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale };
+    let tensors = MoeTensors { x, residual, weights, saved, workspace, loss_scale, starts: None };
     device.moe_forward(&MoeForward { desc, tensors, out });
     device.finish().expect("the layer ran");
     let logits: Vec<f32> = device.read_vec(saved.logits);

@@ -138,15 +138,13 @@ fn what_gpus_cannot_do_yet_is_refused_before_a_run() {
     let several = several.replace("microBatchSize: 2", "microBatchSize: 1");
     let several = several.replace("hiddenSize: 64", "hiddenSize: 80");
     let several =
-        several.replace("  checkpoint:", "  parallelism: { overlapDegree: 4 }\n  checkpoint:");
-    let several = several.replace("sequenceLength: 128", "sequenceLength: 126");
+        several.replace("  checkpoint:", "  parallelism: { tensor: 2 }\n  checkpoint:");
     let width = "8:17: E0301 spec.model.hiddenSize: found `80` on GPUs";
-    let chunks = "22:33: E0301 spec.parallelism.overlapDegree: found `4` chunks of 126 tokens on \
-                  GPUs; allowed: 1, 2 or auto";
+    let tensor = "E0301 spec.parallelism.tensor: found 2; allowed: 1";
     for command in ["validate", "run"] {
         let (code, out, err) = said(&moejob(&[command, "-"], &several));
         assert_eq!((code, out.as_str()), (2, ""), "{err}");
-        assert!(err.contains(width) && err.contains(chunks), "{err}");
+        assert!(err.contains(width) && err.contains(tensor), "{err}");
     }
     let (code, out, _) = said(&moejob(&["plan", "-"], &several));
     assert_eq!(code, 2, "{out}");

@@ -1,4 +1,4 @@
-//! A job on four GPUs of two workers that exchanges along rails, where driver and NCCL are stubs:
+//! A job on four GPUs of two workers that exchanges in two stages, where driver and NCCL are stubs:
 //! who sends to whom.
 
 mod stubbed;
@@ -88,9 +88,10 @@ fn calls(exchange: &str, windows: &str) -> (Calls, Told, Told) {
     let [report] = reports[..] else { panic!("{metrics}") };
     assert_eq!(report["step"], 4);
     // Each event of the stub lies 250 us behind the one before: in forward and in backward of two
-    // layers.
+    // layers, and by need choices go before.
     let took = report["verbs"]["dispatch"]["seconds"].as_f64().unwrap();
-    assert!((took - 4.0 * 0.00025).abs() < 1e-9, "{report}");
+    let times = if exchange == "flat" { 4.0 } else { 6.0 };
+    assert!((took - times * 0.00025).abs() < 1e-9, "{report}");
     let words = ["plan", "job.yaml", "-o", "json"];
     let mut plan = Command::new(env!("CARGO_BIN_EXE_moejob"));
     let plan = plan.args(words).current_dir(place.path()).output().unwrap();
@@ -116,47 +117,43 @@ fn as_planned(told: &Told, planned: Told) {
     assert_eq!(told, planned);
 }
 
-fn tells_of_rails(told: &Told, planned: Told, windows: bool) {
+/// What rank 0 tells. Kernels of stubs choose nothing, so that memory says expert 0 for each
+/// choice, which is its own. To the other rank of the node, and to that of its place on the other
+/// node, it sends how many tokens these get, and what became of theirs: of the rank of the node
+/// with those that it passed on.
+fn tells_of_needs(told: &Told) {
     let layers = 2;
-    let of = |verb: &str| told[verb].clone();
     let by_nccl = |bytes| ("nccl".to_string(), bytes);
-    // To the other node all that goes out and comes back, as in the flat way but once.
-    let all = layers * (ROWS + 2 * WORDS + ROWS + ROWS + ROWS + WORDS);
-    assert_eq!(of("sendRecv"), by_nccl(all));
-    if windows {
-        // Ids and weights of the other rank's rail; kernels of stubs count no rows.
-        let words = layers * 2 * 2 * WORDS;
-        assert_eq!([of("dispatch"), of("combine")], [words, 0].map(|n| ("window".to_string(), n)));
-        return;
-    }
-    // A chunk to the neighbour of each node's rows.
-    assert_eq!(of("dispatch"), by_nccl(2 * layers * (ROWS + 2 * WORDS + ROWS)));
-    assert_eq!(of("combine"), by_nccl(2 * layers * (ROWS + ROWS + WORDS)));
-    as_planned(told, planned);
+    let (counts, numbers) = (4, WORDS);
+    assert_eq!(told["sendRecv"], by_nccl(layers * (counts + 2 * ROWS + numbers)));
+    assert_eq!(told["dispatch"], by_nccl(layers * 2 * counts));
+    assert_eq!(told["combine"], by_nccl(2 * layers * (2 * ROWS + numbers)));
 }
 
 /// The exchange of a job reaches its engines: between nodes each GPU sends to that of its place
-/// alone, within a node it gathers with its neighbour, or through windows.
+/// alone, within a node to its neighbour, and what nobody needs stays.
 #[test]
-fn gpus_of_two_workers_exchange_along_rails() {
+fn gpus_of_two_workers_send_a_token_to_a_node_once() {
     let (layers, steps) = (2, 4);
     for windows in ["off", "on"] {
-        let (rails, told, planned) = calls("hierarchical", windows);
-        tells_of_rails(&told, planned, windows == "on");
-        for rank in 0..4 {
-            let of = |what: &str, with: u32| rails.get(&(rank, what.to_string(), with)).copied();
-            // Out: rows, ids and weights; sums back; in backward gradients, and these with those
-            // of weights back. The first is the word with which they meet.
-            let sent = 1 + (3 + 1 + 1 + 2) * layers * steps;
-            let partner = (rank + 2) % 4;
-            assert_eq!([of("send", partner), of("recv", partner)], [Some(sent); 2], "{rails:?}");
-            let others = [rank, (rank + 1) % 4, (rank + 3) % 4];
-            assert!(others.iter().all(|to| of("send", *to).is_none()), "{rails:?}");
-            assert_eq!(of("split", 2), Some(1));
-            // Rows, ids and weights of each node, then gradients.
-            let gathered = if windows == "on" { 0 } else { (3 + 1) * 2 * layers * steps };
-            assert_eq!(of("gather", 2), Some(1 + gathered), "{windows}: {rails:?}");
+        let (calls, told, _) = calls("hierarchical", windows);
+        tells_of_needs(&told);
+        // The first word is that with which they meet. Tokens go out in forward and in backward;
+        // rows come back, and in backward with gradients of weights.
+        let (out, back) = (1 + 2 * layers * steps, 1 + 3 * layers * steps);
+        for (from, to, sent) in [(2, 0, out), (3, 1, out), (1, 0, out), (0, 1, back)]
+            .into_iter()
+            .chain([(0, 2, back), (1, 3, back), (2, 3, 1), (3, 2, 1)])
+        {
+            let of = |rank, what: &str, with| calls.get(&(rank, what.to_string(), with)).copied();
+            assert_eq!(of(from, "send", to), Some(sent), "{from} to {to}: {calls:?}");
+            assert_eq!(of(to, "recv", from), Some(sent), "{from} to {to}: {calls:?}");
         }
+        let across = |(rank, what, with): &(u32, String, u32)| {
+            what == "send" && rank / 2 != with / 2 && rank % 2 != with % 2
+        };
+        assert!(!calls.keys().any(across), "{calls:?}");
+        assert!(!calls.keys().any(|(_, what, _)| what == "split"), "{calls:?}");
     }
     let (flat, told, planned) = calls("flat", "off");
     let of = |verb: &str| told[verb].clone();

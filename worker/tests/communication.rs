@@ -51,8 +51,9 @@ fn a_step_tells_what_it_has_sent() {
     let (tokens, dim, top_k) = (16, u64::from(model.hidden_size), 2);
     let layers = u64::from(model.num_hidden_layers);
     let row = dim * 4;
-    // An id and a weight for each choice, and its row; in backward a row of its gradient.
-    let dispatched = layers * tokens * (top_k * (4 + 4) + row + row);
+    // How many tokens leave, an id and a weight for each choice, and a token's row; in backward a
+    // row of its gradient.
+    let dispatched = layers * (4 + tokens * (top_k * (4 + 4) + row + row));
     // A row of the one expert here for each token there; in backward with the weight's gradient.
     let combined = layers * tokens * (row + row + 4);
     assert_eq!(bytes(report, "dispatch"), dispatched);
@@ -145,7 +146,7 @@ fn buckets_and_gathered_tokens_are_counted() {
     // Rank 1 has tokens in two rounds, and rank 0 half of the experts of each.
     let (back, here) = (passes / rounds * 2 * tokens, top_k / 2);
     for report in &told {
-        let dispatched = passes * tokens * (row + top_k * (4 + 4) + row);
+        let dispatched = passes * (4 + tokens * (row + top_k * (4 + 4) + row));
         assert_eq!(bytes(report, "dispatch"), dispatched);
         assert_eq!(bytes(report, "combine"), back * here * (row + row + 4));
         assert_eq!(bytes(report, "reduceScatter"), WIDE * half);

@@ -65,7 +65,7 @@ fn on_processors_it_changes_nothing() {
 
 fn planned(job: &Job) -> RankMemory {
     let config = &job.config;
-    rank_memory(&config.model, &config.layout, 0, &config.training, &config.recovery, 4, 1)
+    rank_memory(&config.model, &config.layout, 0, &config.training, &config.recovery, 4, None)
 }
 
 /// Everything of a model as snapshots read it: all parts of all parameters.

@@ -88,20 +88,13 @@ fn gpus_train_alike_along_rails() {
     if fitting.is_empty() {
         println!("skipped: {count} GPUs, and two are needed");
     }
-    let of_chunks = |(gpus, ep, ranks)| [1, 2].map(|degree| (gpus, ep, ranks, degree));
-    for (gpus, ep, ranks, degree) in fitting.into_iter().flat_map(of_chunks) {
+    for (gpus, ep, ranks) in fitting {
         for precision in [Precision::Fp32, Precision::Bf16] {
             let of = format!("{gpus} GPUs, groups of {ep}, nodes of {ranks}, {precision:?}");
-            let of = format!("{of}, {degree} chunks");
-            let in_chunks = || {
-                let mut job = job(gpus, ep, precision);
-                job.config.overlap_degree = degree;
-                job
-            };
-            let rails = along_rails(in_chunks(), ranks);
+            let rails = along_rails(job(gpus, ep, precision), ranks);
             let (found, again) = (steps(&rails), steps(&rails));
             is_same(&found, &again, &of);
-            let flat = steps(&in_chunks());
+            let flat = steps(&job(gpus, ep, precision));
             let adds_alike = ep == 2 || PeerUse::said().blocks().is_none();
             if ranks == 1 && adds_alike {
                 is_same(&found, &flat, &of);

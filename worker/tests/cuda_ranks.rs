@@ -15,10 +15,11 @@ use moe_worker::state::snapshot::{cut, initialize};
 use moejob_kernels::Device;
 use moejob_kernels::cuda::Gpu;
 use moejob_protocol::checkpoint::directory_name;
-use moejob_protocol::config::{Backend, Precision, Resume};
+use moejob_protocol::config::{Backend, Exchange, Precision, Resume};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Shape;
 use moejob_protocol::mesh::Mesh;
+use moejob_protocol::rails::Rails;
 use moejob_protocol::report::StepReport;
 use moejob_protocol::zero::Zero;
 use std::path::Path;
@@ -151,8 +152,7 @@ fn check_on(on: On, meshes: &[(u32, u32)], change: &impl Fn(&mut Job)) {
     for layout in &of {
         let (job, again) = (make(layout), make(layout));
         let found = run(&job);
-        let sums_travel = layout.mesh.ep > 1 && !job.config.training.compute.combines_each();
-        let exact = job.config.overlap_degree == 1 && !sums_travel;
+        let exact = layout.mesh.ep == 1 || job.config.training.compute.combines_each();
         if exact {
             assert_eq!(hash(&job), hash(&one), "{on:?} {layout:?}: not the state of one rank");
         }
@@ -231,17 +231,21 @@ fn ranks_in_fp64_train_as_one() {
     });
 }
 
+/// Tokens pass a rank of each node on their way, and so does what became of them.
+#[test]
+fn experts_over_nodes_train_as_one() {
+    for (mesh, ranks) in [((4, 4), 2), ((8, 4), 2), ((6, 6), 3), ((6, 6), 2)] {
+        check_on(On::Processors, &[mesh], &|job: &mut Job| {
+            (job.config.ranks, job.config.exchange) = (ranks, Exchange::Hierarchical);
+            let mesh = &job.config.layout.mesh;
+            assert_eq!(Rails::of(mesh, ranks).is_some(), mesh.ep > 1, "{mesh:?}");
+        });
+    }
+}
+
 #[test]
 fn experts_over_ranks_whose_sums_travel_train_as_one() {
     check(&[(2, 2), (6, 3)], |job| job.config.training.compute.combine_each = Some(false));
-}
-
-/// On GPUs tokens of a chunk are beside what the experts compute of another.
-#[test]
-fn experts_over_ranks_train_as_one_in_chunks() {
-    for degree in [2, 4] {
-        check(&[(2, 2), (3, 3), (4, 2), (6, 3)], |job| job.config.overlap_degree = degree);
-    }
 }
 
 #[test]
@@ -356,9 +360,9 @@ fn lose(on: On, ranks: u32, victim: u32, after: u64, whole: &Job, expected: &[[u
     true
 }
 
-/// What `work` makes of each rank's new engine, on processors, whose tokens travel in `chunks`.
+/// What `work` makes of each rank's new engine, on processors.
 fn by_engines<T: Send>(
-    (job, chunks): (&Job, u32),
+    job: &Job,
     links: impl Fn(Comm) -> Links + Sync,
     work: impl Fn(&mut Engine, &mut Corpus) -> T + Sync,
 ) -> Vec<T> {
@@ -366,7 +370,6 @@ fn by_engines<T: Send>(
     let train = |comm: Comm| {
         let (training, rank) = (&config.training, comm.rank());
         let shape = Shape::new(&config.model, &config.layout, rank, training);
-        let shape = shape.in_chunks(&config.model, training, chunks);
         let device = Device::cpu(1, 0).expect("a CPU");
         let model = Model::on(device, shape, &config.model, &config.layout, rank, training);
         let mut engine = Engine::new(model.expect("an arena"), training, links(comm));
@@ -405,9 +408,9 @@ fn when_buckets_travel_changes_no_bit() {
         let mut job = job(On::Processors, layout(dp, ep));
         job.config.model.dense_layers = vec![1];
         job.config.model.tie_word_embeddings = dp == 2;
-        let beside = by_engines((&job, 1), Links::new, some_steps);
+        let beside = by_engines(&job, Links::new, some_steps);
         let one_by_one = |comm| Links::new(comm).one_by_one();
-        let between = by_engines((&job, 1), one_by_one, some_steps);
+        let between = by_engines(&job, one_by_one, some_steps);
         for (rank, (beside, between)) in beside.iter().zip(&between).enumerate() {
             assert_eq!(beside.0, between.0, "dp {dp} ep {ep} rank {rank}");
             assert!(beside.0.iter().all(|step| step.loss.is_finite()), "{:?}", beside.0);
@@ -419,10 +422,10 @@ fn when_buckets_travel_changes_no_bit() {
 /// Validations and steps, of which the first finds the memory of routed rows too small.
 #[test]
 fn rows_without_room_are_routed_again() {
-    for ((dp, ep), chunks) in [((2, 2), 1), ((4, 2), 1), ((6, 3), 1), ((3, 3), 2)] {
+    for (dp, ep) in [(2, 2), (4, 2), (6, 3)] {
         let job = job(On::Processors, layout(dp, ep));
         let run = |headroom: Option<f64>, validates: bool| {
-            by_engines((&job, chunks), Links::new, |engine, corpus| {
+            by_engines(&job, Links::new, |engine, corpus| {
                 if let Some(headroom) = headroom {
                     engine.model.group.commit(headroom);
                 }
@@ -440,7 +443,7 @@ fn rows_without_room_are_routed_again() {
         for validates in [true, false] {
             let (whole, grown) = (run(None, validates), run(Some(1.0), validates));
             for (rank, (whole, grown)) in whole.iter().zip(&grown).enumerate() {
-                let which = format!("dp {dp} ep {ep} chunks {chunks} rank {rank}");
+                let which = format!("dp {dp} ep {ep} rank {rank}");
                 assert!(whole.0 == grown.0, "{which}: other numbers");
                 assert!(!whole.2, "{which}: there was room");
                 let by_chance = if validates { grown.1 < 2 * whole.1 } else { !grown.2 };

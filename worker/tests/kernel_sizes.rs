@@ -7,7 +7,7 @@ use moejob_manifest::Job;
 use moejob_manifest::devices::takes_expert_parallel;
 use moejob_manifest::problem::Problem;
 use moejob_plan::placement::{layout, memory};
-use moejob_protocol::kernel_sizes::{QUERY_PADDING, Sharing, Size, on_processors};
+use moejob_protocol::kernel_sizes::{QUERY_PADDING, Size, on_processors};
 use std::collections::BTreeSet;
 
 /// Values on both sides of each edge. The first ones are taken by everything.
@@ -205,7 +205,7 @@ fn processors_count_choices_in_32_bits() {
     assert_eq!(problem.path, "spec.training.microBatchSize");
     assert_eq!(problem.allowed, "at most 1024");
     let (fits, large) = (job(1024), job(2048));
-    let alone = |job: &Job| on_processors(&job.model, &job.training, Sharing::ALONE);
+    let alone = |job: &Job| on_processors(&job.model, &job.training, 1);
     assert!(alone(&fits).is_none() && alone(&large).is_some_and(|of| of.size == Size::Choices));
     assert!(QUERY_PADDING.is_multiple_of(64));
 }

@@ -42,8 +42,7 @@ fn check(dim: u32, layers: u32, sequence: u32, world: u32, ep: u32) {
             let (model, layout) = (&config.model, &config.layout);
             let (training, recovery) = (&config.training, &config.recovery);
             let steps = config.checkpoint.every_steps;
-            let chunks = config.overlap_degree;
-            let of_rank = rank_memory(model, layout, rank, training, recovery, steps, chunks);
+            let of_rank = rank_memory(model, layout, rank, training, recovery, steps, None);
             of_rank.balanced
         })
         .sum();

@@ -95,7 +95,7 @@ fn activations(recompute: Recompute, layers: u32) -> u64 {
     config.model.qk_norm = QkNorm::PerHead;
     config.training.recompute = recompute;
     let (model, layout, training) = (&config.model, &config.layout, &config.training);
-    let memory = rank_memory(model, layout, 0, training, &config.recovery, 4, 1);
+    let memory = rank_memory(model, layout, 0, training, &config.recovery, 4, None);
     memory.parts.iter().find(|part| part.name == "activations").expect("a part").bytes
 }
 

@@ -226,7 +226,6 @@ fn config(attempt: u32, seat: &str, edits: &[&str]) -> WorkerConfig {
         },
         ranks: 1,
         exchange: Default::default(),
-        overlap_degree: 1,
         threads: 1,
     };
     for edit in edits {

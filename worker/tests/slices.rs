@@ -407,7 +407,7 @@ fn slices_are_counted() {
         let job = job(layout.clone(), slices, &|_| {});
         let (model, training) = (&job.config.model, &job.config.training);
         let recovery = &job.config.recovery;
-        let planned = rank_memory(model, &layout, 0, training, recovery, 4, 1);
+        let planned = rank_memory(model, &layout, 0, training, recovery, 4, None);
         assert!(planned.worst >= planned.balanced, "{planned:?}");
         let shape = Shape::new(model, &layout, 0, training);
         let held = layout.experts(model, 0, 0).len() as u64;

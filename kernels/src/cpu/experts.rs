@@ -193,7 +193,7 @@ struct Segments<'a> {
 
 impl<'a> Segments<'a> {
     fn new(offsets: &'a [u32]) -> Segments<'a> {
-        assert!(offsets.first() == Some(&0) && offsets.is_sorted(), "not from 0 on: {offsets:?}");
+        assert!(offsets.is_sorted(), "rows of an expert that go back: {offsets:?}");
         Segments { offsets }
     }
 

@@ -34,6 +34,7 @@ mod norm_rope;
 mod numbers;
 mod optimizer;
 pub(crate) mod moe;
+mod moe_gradients;
 mod place;
 mod pool;
 mod rope;

@@ -1,12 +1,11 @@
 //! The mixture layer of one rank, from the ops that it consists of.
 
+use super::moe_gradients::Into;
 use crate::buffer::{ArenaPlan, Buffer, DType, Element};
-use crate::convert::AddUp;
 use crate::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Refusal, Saved, Stacked,
 };
 use crate::device::Device;
-use crate::elementwise::Add;
 use crate::experts::{
     Activation, ExpertsDgrad, ExpertsDown, ExpertsDownBackward, ExpertsDownWgrad, ExpertsUp,
     ExpertsUpWgrad,
@@ -14,8 +13,8 @@ use crate::experts::{
 use crate::matmul::{Layout, Matmul};
 use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 use crate::moe_here::{
-    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
-    MoeUpGradient,
+    Each, MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
+    MoeUpGradient, Sources,
 };
 use crate::place::{Combine, GatherRows, NO_EXPERT, Place, ScatterRows, ScatterSum};
 use crate::route::{Route, RouteBackward, Scoring};
@@ -32,7 +31,7 @@ struct Scratch {
     dx_rows: Buffer,
     /// The experts' gradients of up or down, before they are added
     dw: Buffer,
-    /// Where the rows of each expert and source begin, for sums over sources
+    /// Where the rows of some experts' sources begin
     bounds: Buffer,
 }
 
@@ -47,9 +46,8 @@ impl Scratch {
         let dlogits = alloc(desc.tokens * desc.experts);
         let (dh, scaled_a) = (alloc(rows * desc.width()), alloc(rows * desc.hidden));
         let dx_rows = alloc(rows * desc.dim);
-        let parts = desc.sources_apart() * desc.experts;
-        let dw = alloc(parts * desc.width() * desc.dim);
-        let bounds = backward.alloc(DType::U32, parts + 1);
+        let dw = alloc(desc.experts * desc.width() * desc.dim);
+        let bounds = backward.alloc(DType::U32, desc.experts + 1);
         let bytes = forward.bytes().max(backward.bytes());
         Scratch { bytes, y, ds, dweights, dlogits, dh, scaled_a, dx_rows, dw, bounds }
     }
@@ -159,7 +157,7 @@ pub(crate) fn forward(device: &mut Device, op: &MoeForward) {
     device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     let (rows, y) = (desc.slots(), tensors.saved.row_weights);
     device.scatter_rows(&ScatterRows { rows, dim: 1, x: weights, index: pos, y });
-    self::experts(device, &MoeExperts { desc, tensors, out, each: false });
+    self::experts(device, &MoeExperts { desc, tensors, out, each: None });
 }
 
 pub(crate) fn route_alone(device: &mut Device, op: &MoeRoute) {
@@ -182,7 +180,7 @@ pub(super) fn held<E: Element>(device: &Device, buffer: Buffer) -> Vec<E> {
     device.as_cpu().expect("an op of processors").slice(buffer).to_vec()
 }
 
-fn set<E: Element>(device: &mut Device, buffer: Buffer, values: &[E]) {
+pub(super) fn set<E: Element>(device: &mut Device, buffer: Buffer, values: &[E]) {
     device.as_cpu_mut().expect("an op of processors").slice_mut(buffer).copy_from_slice(values);
 }
 
@@ -190,12 +188,20 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     let all = op.check();
     let saved = &op.saved;
     let ids: Vec<u32> = held(device, saved.ids);
-    let here = |slot: usize| {
-        let rank = slot / (op.tokens * op.top_k);
-        let place = (ids[slot] as usize).checked_sub(op.first)?;
-        (rank < op.present && place < op.locals).then_some(place)
+    let tokens = match op.sources {
+        Sources::Even { each, present, .. } => present * each,
+        Sources::Listed(starts) => held::<u32>(device, starts).last().map_or(0, |n| *n as usize),
     };
-    let slots = 0..all * op.top_k;
+    let here = |slot: usize| {
+        let place = (ids[slot] as usize).checked_sub(op.first)?;
+        (slot < tokens * op.top_k && place < op.locals).then_some(place)
+    };
+    // Nobody reads what is of rows behind those that are listed.
+    let rows_of_tokens = match op.sources {
+        Sources::Even { .. } => all,
+        Sources::Listed(_) => tokens,
+    };
+    let slots = 0..rows_of_tokens * op.top_k;
     let mut offsets = vec![0_u32; op.locals + 1];
     slots.clone().filter_map(here).for_each(|place| offsets[place + 1] += 1);
     (0..op.locals).for_each(|place| offsets[place + 1] += offsets[place]);
@@ -215,15 +221,20 @@ pub(crate) fn place_here(device: &mut Device, op: &MoePlace) {
     }
     set(device, saved.offsets, &offsets);
     set(device, saved.rows.slice(0, rows.len()), &rows);
-    set(device, saved.pos, &pos);
-    let (x, index, y) = (saved.weights, saved.pos, saved.row_weights);
+    let [index, x] = [saved.pos, saved.weights].map(|of| of.slice(0, slots.len()));
+    set(device, index, &pos);
+    if let Some(choices) = op.choices {
+        let some: Vec<u32> = pos.into_iter().filter(|row| *row != NO_EXPERT).collect();
+        set(device, choices.slice(0, some.len()), &some);
+    }
+    let y = saved.row_weights;
     device.scatter_rows(&ScatterRows { rows: slots.len(), dim: 1, x, index, y });
 }
 
 /// out = residual + the sum over each token's rows, from where rows lie; or these rows.
 pub(crate) fn experts(device: &mut Device, op: &MoeExperts) {
-    let MoeExperts { ref desc, ref tensors, out, each: each_row } = *op;
-    let MoeDesc { tokens, dim, hidden, top_k, .. } = *desc;
+    let MoeExperts { ref desc, ref tensors, out, each: by_choice } = *op;
+    let MoeDesc { dim, hidden, top_k, .. } = *desc;
     let saved = &tensors.saved;
     let Saved { offsets, pos, weights, .. } = *saved;
     let scratch = Scratch::within(desc, tensors.workspace);
@@ -231,16 +242,38 @@ pub(crate) fn experts(device: &mut Device, op: &MoeExperts) {
     let w_down = each(tensors.weights.down, desc, dim, hidden);
     let (a, y) = (saved.a, scratch.y);
     device.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down: &w_down, y });
-    if each_row {
-        return rows_of_choices(device, desc, (y, pos), out);
+    if let Some(each) = by_choice {
+        return rows_of_choices(device, (desc.dim, saved, each), y, out);
     }
     let residual = tensors.residual;
+    let tokens = tokens_here(device, desc, tensors);
+    let [pos, weights] = [pos, weights].map(|of| of.slice(0, tokens * top_k));
+    let out = out.slice(0, tokens * dim);
     device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
 }
 
-/// out [A, K, D] = the row of each choice, 0 where it has none here.
-fn rows_of_choices(device: &mut Device, desc: &MoeDesc, (x, index): (Buffer, Buffer), y: Buffer) {
-    device.gather_rows(&GatherRows { rows: desc.slots(), dim: desc.dim, x, index, y });
+/// How many tokens there are, of those that there is memory for.
+fn tokens_here(device: &Device, desc: &MoeDesc, tensors: &MoeTensors) -> usize {
+    let listed = tensors.starts.map(|starts| held::<u32>(device, starts));
+    listed.and_then(|starts| starts.last().copied()).map_or(desc.tokens, |all| all as usize)
+}
+
+/// y = the row of each choice of x [R, dim].
+fn rows_of_choices(
+    device: &mut Device,
+    (dim, saved, each): (usize, &Saved, Each),
+    x: Buffer,
+    y: Buffer,
+) {
+    let index = match each {
+        Each::Slots => saved.pos,
+        Each::Choices(choices) => {
+            let rows = held::<u32>(device, saved.offsets).last().map_or(0, |end| *end as usize);
+            choices.slice(0, rows)
+        }
+    };
+    let rows = index.len();
+    device.gather_rows(&GatherRows { rows, dim, x, index, y: y.slice(0, rows * dim) });
 }
 
 pub(crate) fn combine(device: &mut Device, op: &MoeCombine) {
@@ -299,22 +332,23 @@ pub(crate) fn backward(device: &mut Device, op: &MoeBackward) {
 }
 
 pub(crate) fn experts_backward(device: &mut Device, op: &MoeExpertsBackward) {
-    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, each, ds, .. } = *op;
-    let MoeDesc { tokens, dim, top_k, .. } = *desc;
-    let pos = tensors.saved.pos;
+    let MoeExpertsBackward { ref desc, ref tensors, dout, dx, each, choices, ds, .. } = *op;
+    let MoeDesc { dim, top_k, .. } = *desc;
+    let (pos, saved) = (tensors.saved.pos, &tensors.saved);
     let scratch = Scratch::within(desc, tensors.workspace);
     hidden_gradient(device, desc, tensors, dout, &scratch);
-    let (rows, x) = (desc.slots(), scratch.ds);
-    device.gather_rows(&GatherRows { rows, dim: 1, x, index: pos, y: ds });
+    rows_of_choices(device, (1, saved, choices), scratch.ds, ds);
     expert_gradients(device, desc, tensors, dout, &op.gradients, &scratch);
     if !op.up_later {
         gradients_of_up(device, desc, tensors, &op.gradients, &scratch);
     }
     if each {
-        return rows_of_choices(device, desc, (scratch.dx_rows, pos), dx);
+        return rows_of_choices(device, (dim, saved, choices), scratch.dx_rows, dx);
     }
+    let tokens = tokens_here(device, desc, tensors);
+    let (pos, out) = (pos.slice(0, tokens * top_k), dx.slice(0, tokens * dim));
     let (accumulate, x) = (false, scratch.dx_rows);
-    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out: dx });
+    device.scatter_sum(&ScatterSum { tokens, top_k, dim, accumulate, x, pos, out });
 }
 
 pub(crate) fn up_gradient(device: &mut Device, op: &MoeUpGradient) {
@@ -369,16 +403,13 @@ fn expert_gradients(
     scratch: &Scratch,
 ) {
     let MoeDesc { dim, hidden, gated, .. } = *desc;
-    let into = Into::new(desc, tensors, gradients, scratch);
-    if into.by_source {
-        write_bounds(device, desc, tensors, scratch.bounds);
-    }
+    let into = Into::new(device, (desc, tensors), gradients, [scratch.dw, scratch.bounds]);
     let dw_down = ExpertsDownWgrad {
         dim,
         hidden,
         dy: dout,
         row_index: tensors.saved.rows,
-        offsets: into.bounds,
+        offsets: tensors.saved.offsets,
         a_scaled: scratch.scaled_a,
         dw_down: &each(gradients.down, desc, dim, hidden),
     };
@@ -396,7 +427,7 @@ fn expert_gradients(
     });
 }
 
-/// The gradient of up, behind [`expert_gradients`], whose bounds it reads.
+/// The gradient of up, behind [`expert_gradients`].
 fn gradients_of_up(
     device: &mut Device,
     desc: &MoeDesc,
@@ -404,7 +435,7 @@ fn gradients_of_up(
     gradients: &Gradients,
     scratch: &Scratch,
 ) {
-    let into = Into::new(desc, tensors, gradients, scratch);
+    let into = Into::new(device, (desc, tensors), gradients, [scratch.dw, scratch.bounds]);
     let (dw_gate, dw_up) = gate_and_up(gradients.up, desc);
     let dw_up = ExpertsUpWgrad {
         dim: desc.dim,
@@ -412,30 +443,12 @@ fn gradients_of_up(
         gated: desc.gated,
         x: tensors.x,
         row_index: tensors.saved.rows,
-        offsets: into.bounds,
+        offsets: tensors.saved.offsets,
         dh: scratch.dh,
         dw_gate: &dw_gate,
         dw_up: &dw_up,
     };
     into.up(device, &dw_up);
-}
-
-/// To U32 [E * S + 1]: where the rows of each expert and source begin. An expert's ascend by token.
-fn write_bounds(device: &mut Device, desc: &MoeDesc, tensors: &MoeTensors, to: Buffer) {
-    let offsets: Vec<u32> = held(device, tensors.saved.offsets);
-    let rows: Vec<u32> = held(device, tensors.saved.rows);
-    let each = (desc.tokens / desc.sources) as u32;
-    let mut bounds = Vec::new();
-    for expert in offsets.windows(2) {
-        let (first, end) = (expert[0] as usize, expert[1] as usize);
-        let of_expert = &rows[first..end];
-        let begins = (0..desc.sources as u32).map(|source| {
-            first + of_expert.partition_point(|token| *token < source * each)
-        });
-        bounds.extend(begins.map(|begin| begin as u32));
-    }
-    bounds.extend(offsets.last());
-    set(device, to, &bounds);
 }
 
 fn router_gradient(
@@ -455,83 +468,6 @@ fn router_gradient(
         b: tensors.x,
         c: gradients.router,
     });
-}
-
-/// How products become gradients of weights.
-struct Into {
-    /// They are added to what is there.
-    accumulate: bool,
-    /// The destination holds sums, to which the product of each source is added by itself.
-    by_source: bool,
-    sources: usize,
-    /// Where the rows of each expert begin, and of each source where there are several.
-    bounds: Buffer,
-    /// Room for products of all experts and sources.
-    scratch: Buffer,
-}
-
-impl Into {
-    fn new(
-        desc: &MoeDesc,
-        tensors: &MoeTensors,
-        gradients: &Gradients,
-        scratch: &Scratch,
-    ) -> Into {
-        let by_source = desc.weight_gradients == Output::Sums;
-        Into {
-            accumulate: gradients.accumulate,
-            by_source,
-            sources: desc.sources_apart(),
-            bounds: if by_source { scratch.bounds } else { tensors.saved.offsets },
-            scratch: scratch.dw,
-        }
-    }
-
-    /// Gradients of down. What is added to something is written to `scratch` first.
-    fn down(&self, device: &mut Device, op: &ExpertsDownWgrad<'_>) {
-        if self.stores() {
-            return device.experts_down_wgrad(op);
-        }
-        let own = self.room(op.dw_down, 0);
-        device.experts_down_wgrad(&ExpertsDownWgrad { dw_down: &own, ..*op });
-        self.add_all(device, op.dw_down, &own);
-    }
-
-    /// The same of gate and up.
-    fn up(&self, device: &mut Device, op: &ExpertsUpWgrad<'_>) {
-        if self.stores() {
-            return device.experts_up_wgrad(op);
-        }
-        let gate = self.room(op.dw_gate, 0);
-        let up = self.room(op.dw_up, gate.iter().map(Buffer::len).sum());
-        device.experts_up_wgrad(&ExpertsUpWgrad { dw_gate: &gate, dw_up: &up, ..*op });
-        self.add_all(device, op.dw_gate, &gate);
-        self.add_all(device, op.dw_up, &up);
-    }
-
-    fn stores(&self) -> bool {
-        !(self.accumulate || self.by_source)
-    }
-
-    /// A part of `scratch` from `start` on for each source of each of `like`, as long as that.
-    fn room(&self, like: &[Buffer], start: usize) -> Vec<Buffer> {
-        let sources = like.iter().flat_map(|like| std::iter::repeat_n(like.len(), self.sources));
-        let of = |(at, len): (usize, usize)| self.scratch.slice(start + at * len, len);
-        sources.enumerate().map(of).collect()
-    }
-
-    fn add_all(&self, device: &mut Device, into: &[Buffer], from: &[Buffer]) {
-        for (sum, of_sources) in into.iter().zip(from.chunks(self.sources)) {
-            for (source, x) in of_sources.iter().enumerate() {
-                if self.by_source {
-                    let adds = self.accumulate || source > 0;
-                    device.add_up(&AddUp { x: *x, sum: *sum, adds });
-                } else {
-                    device.add(&Add { a: *sum, b: *x });
-                }
-            }
-        }
-    }
 }
 
 /// The router, a segment at a time, and what all of them come to.

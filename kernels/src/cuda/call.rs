@@ -7,6 +7,7 @@ use super::layer::{Gradients, MoeLayer, MoeTensors, Stacked};
 use super::route::{CombineCall, RouteBuffers};
 use super::shape::MoeDesc;
 use super::tensor_map::Matrix;
+use crate::moe_here::Each;
 use crate::buffer::{Buffer, DType};
 
 pub(super) struct Call<'a> {
@@ -222,34 +223,49 @@ impl<'a> Call<'a> {
     }
 
     /// Y's columns `first ..`, a row for each choice.
-    pub(super) fn each_row(&self, out: Buffer, first: usize, cols: usize) -> Result<(), CudaError> {
-        self.rows_of_choices(self.layer.plan.y, out, (first, cols))
+    pub(super) fn each_row(
+        &self,
+        each: Each,
+        out: Buffer,
+        (first, cols): (usize, usize),
+    ) -> Result<(), CudaError> {
+        self.rows_of_choices(each, self.layer.plan.y, out, (first, cols))
     }
 
     /// The gradient of each choice's row of x.
-    pub(super) fn each_dx(&self, dx: Buffer) -> Result<(), CudaError> {
-        self.rows_of_choices(self.layer.plan.dx_rows, dx, (0, self.desc().dim))
+    pub(super) fn each_dx(&self, each: Each, dx: Buffer) -> Result<(), CudaError> {
+        self.rows_of_choices(each, self.layer.plan.dx_rows, dx, (0, self.desc().dim))
+    }
+
+    /// Where the rows of choices are told, and how many there are.
+    pub(super) fn choices(&self, each: Each) -> (u64, usize) {
+        match each {
+            Each::Slots => (self.route.pos, self.desc().slots()),
+            Each::Choices(choices) => (self.arena.address(choices), choices.len()),
+        }
     }
 
     fn rows_of_choices(
         &self,
+        each: Each,
         from: Buffer,
         out: Buffer,
         (out_first, cols): (usize, usize),
     ) -> Result<(), CudaError> {
         let dim = self.desc().dim;
+        let (pos, slots) = self.choices(each);
         let call = CombineCall {
             y: self.at(from),
-            pos: self.route.pos,
+            pos,
             weights: 0,
             base: 0,
-            out: self.buffer(out, self.desc().slots(), dim).address,
+            out: self.buffer(out, slots, dim).address,
             wide: false,
             cols,
             out_pitch: dim,
             out_first,
         };
-        self.layer.router.each_row(self.stream, call)
+        self.layer.router.each_row(self.stream, call, slots)
     }
 
     /// Where sums over each token's rows go [T, D], of elements or of fp32, which it says.
@@ -314,6 +330,7 @@ impl<'a> Call<'a> {
         let args = GemmArgs {
             out: out.address,
             out_f32: out.address,
+            starts: self.tensors.starts.map_or(0, |starts| self.arena.address(starts)),
             depth: tokens_of_each,
             cols: cols as i32,
             gathered_pitch: desc.dim as i32,

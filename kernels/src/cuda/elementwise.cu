@@ -214,3 +214,51 @@ mask_rows(const void* x, int wide_x, void* y, int wide_y, int rows, int dim, int
     store_either(y, wide_y, to, accumulate ? load_either(y, wide_y, to) + masked : masked);
   }
 }
+
+// y[i] = x[index[i]], 0 where that is below 0. Rows of `dim`: src/place.rs.
+struct GatheredRows {
+  const element* x;
+  const int* index;
+  element* y;
+  u32 dim;
+  template <int N> __device__ __forceinline__ void at(u64 i) const {
+    const int row = index[i / dim];
+    float v[N] = {};
+    if (row >= 0) unpack(load<N>(x + (u64)row * dim + i % dim), v);
+    store(y + i, v);
+  }
+};
+extern "C" __global__ void __launch_bounds__(256)
+gather_rows(const element* x, const int* index, element* y, u64 len, u32 dim, int whole) {
+  each(len, whole, GatheredRows{x, index, y, dim});
+}
+
+// out[i] (+)= the sum over k, ascending from zero, of x[pos[i][k]], none where that is below 0.
+struct SummedRows {
+  const element* x;
+  const int* pos;
+  element* out;
+  u32 top_k, dim;
+  int accumulate;
+  template <int N> __device__ __forceinline__ void at(u64 i) const {
+    float sum[N] = {}, v[N];
+    const int* own = pos + i / dim * top_k;
+    for (u32 k = 0; k < top_k; k++) {
+      if (own[k] < 0) continue;
+      unpack(load<N>(x + (u64)own[k] * dim + i % dim), v);
+#pragma unroll
+      for (int j = 0; j < N; j++) sum[j] += v[j];
+    }
+    if (accumulate) {
+      unpack(load<N>(out + i), v);
+#pragma unroll
+      for (int j = 0; j < N; j++) sum[j] = v[j] + sum[j];
+    }
+    store(out + i, sum);
+  }
+};
+extern "C" __global__ void __launch_bounds__(256)
+sum_rows(const element* x, const int* pos, element* out, u64 len, u32 top_k, u32 dim,
+         int accumulate, int whole) {
+  each(len, whole, SummedRows{x, pos, out, top_k, dim, accumulate});
+}

@@ -12,6 +12,7 @@ use crate::elementwise::{
 use crate::experts::Activation;
 use crate::gate_input::{Mask, MaskRows};
 use crate::philox::Site;
+use crate::place::{GatherRows, ScatterSum};
 
 const THREADS: usize = 256;
 
@@ -37,6 +38,12 @@ fn rounded(element: DType, x: f64) -> f32 {
         DType::F16 => f16::from_f64(x).to_f32(),
         _ => x as f32,
     }
+}
+
+/// Whether rows of `dim` may be read in chunks of 16 bytes.
+fn whole_rows(addresses: &[u64], element: DType, dim: usize) -> i32 {
+    let chunks = (dim * element.size()).is_multiple_of(16);
+    if chunks { all_whole(addresses) } else { 0 }
 }
 
 impl CudaDevice {
@@ -71,6 +78,45 @@ impl CudaDevice {
             let kernel = (Unit::Elementwise { element }, name);
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, out, len, whole]) }
+        });
+    }
+
+    pub(crate) fn listed_rows(&mut self, op: &GatherRows) {
+        let GatherRows { rows, dim, .. } = *op;
+        let (element, len) = (op.y.dtype(), rows * dim);
+        if len == 0 {
+            return;
+        }
+        self.enqueue(|to| {
+            assert_eq!((op.x.dtype(), op.y.len()), (element, len), "{op:?}");
+            let (x, y, index) = (to.at(op.x), to.at(op.y), to.of(op.index, DType::U32, rows));
+            let whole = whole_rows(&[x, y], element, dim);
+            let launch = launch(len, element, whole);
+            let kernel = (Unit::Elementwise { element }, "gather_rows");
+            let (len, dim) = (len as u64, dim as u32);
+            // SAFETY: the parameters are those of `gather_rows`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters![x, index, y, len, dim, whole]) }
+        });
+    }
+
+    pub(crate) fn scatter_sum(&mut self, op: &ScatterSum) {
+        let ScatterSum { tokens, top_k, dim, accumulate, .. } = *op;
+        let (element, len) = (op.out.dtype(), tokens * dim);
+        if len == 0 {
+            return;
+        }
+        self.enqueue(|to| {
+            assert_eq!((op.x.dtype(), op.out.len()), (element, len), "{op:?}");
+            let (x, out) = (to.at(op.x), to.at(op.out));
+            let pos = to.of(op.pos, DType::U32, tokens * top_k);
+            let whole = whole_rows(&[x, out], element, dim);
+            let launch = launch(len, element, whole);
+            let kernel = (Unit::Elementwise { element }, "sum_rows");
+            let (len, top_k, dim) = (len as u64, top_k as u32, dim as u32);
+            let accumulate = i32::from(accumulate);
+            let parameters = parameters![x, pos, out, len, top_k, dim, accumulate, whole];
+            // SAFETY: the parameters are those of `sum_rows`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters) }
         });
     }
 

@@ -204,6 +204,7 @@ pub(crate) struct GemmArgs {
     pub out_activation: u64,
     pub out_f32: u64,
     pub row_scale: u64,
+    pub starts: u64,
     pub groups: i32,
     pub depth: i32,
     pub cols: i32,

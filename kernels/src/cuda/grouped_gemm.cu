@@ -45,6 +45,7 @@ struct Args {
   u16* out_activation;     // A | s * A
   float* out_f32;          // logits | partial <da', a> [rows][n tiles] | dW
   const float* row_scale;  // [rows]: routing weights s
+  const int* starts;       // of sources, where sums are exact: grouped_gemm_plain.cu
   int groups;
   int depth;               // K of row ops
   int cols;                // N of this launch

@@ -4,7 +4,8 @@
 // Host macros: OP GATED ACT TRANSPOSED INDEXED OUT. W and N as in grouped_gemm.cu;
 // the router's weights come as they are, so OP_LOGITS is OP_ROWS. OP_DH leaves a part of
 // <da', a> for each column: [rows][N]. A weight gradient in fp64 (OUT 2) is a sum of those of each
-// rank's tokens, `depth` a rank: what a rank alone would compute of them, in whatever order.
+// source's tokens: what a rank alone would compute of them, in whatever order. A source has `depth`
+// tokens, or those from starts[s] on.
 #define OP_UP 0
 #define OP_ROWS 1
 #define OP_DROWS 2
@@ -27,6 +28,7 @@ struct Args {
   float* out_activation;
   float* out_f32;
   const float* row_scale;
+  const int* starts;
   int groups;
   int depth;
   int cols;
@@ -125,12 +127,13 @@ grouped_gemm(const float* a, const float* b, const __grid_constant__ Args args) 
     const int depth = OP == OP_WGRAD ? rows : args.depth;
     float sum[EACH][EACH] = {}, up[EACH][EACH] = {};
     double all[EACH][EACH] = {};
-    int next = 0;  // the first token of another rank
+    int next = 0, source = 0;  // the first token of another source
     for (int k = 0; k < depth; k++) {
       if (SOURCES) {
         const int token = args.index[row0 + k];
         if (token >= next) {
-          next = (token / args.depth + 1) * args.depth;
+          if (!args.starts) next = (token / args.depth + 1) * args.depth;
+          else while (token >= next) next = args.starts[++source];
           add_up(all, sum);
         }
       }

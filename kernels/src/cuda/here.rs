@@ -14,7 +14,7 @@ use super::shape::MoeDesc;
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::moe_here::{
     MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
-    MoeUpGradient,
+    MoeUpGradient, Sources,
 };
 use crate::slices::{SliceChoices, SumSlices};
 
@@ -24,8 +24,8 @@ const TOKENS: usize = 256;
 /// The kernel's `Present`.
 #[repr(C)]
 struct Present {
-    ranks: i32,
-    each: i32,
+    tokens: i32,
+    listed: u64,
 }
 
 /// Kernels that place rows, of one number of choices a token.
@@ -175,8 +175,8 @@ impl Here {
         let all = op.check();
         let blocks = all.div_ceil(TOKENS);
         let mut plan = ArenaPlan::new();
-        let histogram = plan.alloc(DType::U32, op.locals * blocks);
-        let counts = plan.alloc(DType::U32, op.locals);
+        let histogram = plan.alloc(DType::U32, (op.locals + 1) * blocks);
+        let counts = plan.alloc(DType::U32, op.locals + 1);
         if self.scratch.as_ref().is_none_or(|scratch| scratch.bytes() < plan.bytes()) {
             self.scratch = Some(Arena::new(stream.gpu(), plan.bytes())?);
         }
@@ -193,7 +193,18 @@ impl Here {
             saved.row_weights,
         ]
         .map(|buffer| arena.address(buffer));
-        let present = Present { ranks: op.present as i32, each: op.tokens as i32 };
+        let present = match op.sources {
+            Sources::Even { each, present, .. } => {
+                Present { tokens: (present * each) as i32, listed: 0 }
+            }
+            Sources::Listed(starts) => {
+                let count = starts.slice(starts.len() - 1, 1);
+                Present { tokens: 0, listed: arena.address(count) }
+            }
+        };
+        // What is behind the last choice is none.
+        op.choices.map_or(Ok(()), |choices| arena.fill_bytes(stream, choices, u8::MAX))?;
+        let choices = op.choices.map_or(0, |choices| arena.address(choices));
         let (tokens, first, locals) = (all as i32, op.first as i32, op.locals as i32);
         let threads = TOKENS as u32;
         let masks = op.locals * TOKENS / 8;
@@ -208,10 +219,10 @@ impl Here {
             let parameters = parameters![ids, present, tokens, first, locals, pos, histogram];
             self.count.launch(stream, count, parameters)?;
             let parameters = parameters![histogram, count_of, counts];
-            self.scan.launch(stream, Launch::new(op.locals, 32), parameters)?;
+            self.scan.launch(stream, Launch::new(op.locals + 1, 32), parameters)?;
             let parameters = parameters![
                 ids, weights, present, tokens, first, locals, histogram, counts, offsets, order,
-                rows, pos, row_weights, room, overflows
+                rows, pos, row_weights, choices, room, overflows
             ];
             self.place.launch(stream, place, parameters)
         }
@@ -240,8 +251,8 @@ impl MoeLayer {
         for pass in 0..passes {
             call.down(pass * cols, cols)?;
             match op.each {
-                true => call.each_row(op.out, pass * cols, cols)?,
-                false => call.combine(op.out, pass * cols, cols)?,
+                Some(each) => call.each_row(each, op.out, (pass * cols, cols))?,
+                None => call.combine(op.out, pass * cols, cols)?,
             }
         }
         Ok(())
@@ -279,9 +290,9 @@ impl MoeLayer {
     ) -> Result<(), CudaError> {
         let call = Call::new(self, stream, arena, &op.tensors);
         call.dh(op.dout)?;
-        let slots = self.desc.slots();
+        let (pos, slots) = call.choices(op.choices);
         assert_eq!((op.ds.dtype(), op.ds.len()), (DType::F32, slots), "{:?}", op.ds);
-        let (pos, partial) = (call.route.pos, call.at(self.plan.partial_ds));
+        let partial = call.at(self.plan.partial_ds);
         let parts = self.desc.hidden.div_ceil(self.dh.config.block_n) as i32;
         let (launch, slots, into) =
             (Launch::new(slots.div_ceil(256), 256), slots as i32, arena.address(op.ds));
@@ -290,7 +301,7 @@ impl MoeLayer {
         call.dw_down(op.dout, &op.gradients)?;
         call.dx_rows()?;
         match op.each {
-            true => call.each_dx(op.dx)?,
+            true => call.each_dx(op.choices, op.dx)?,
             false => call.rows_to_dx(op.dx)?,
         }
         if op.up_later {

@@ -143,6 +143,9 @@ pub struct MoeTensors {
     /// F32 [1], on the device: what `dout` was multiplied by, and what the layer's own losses are
     /// to be multiplied by beside it; none is 1
     pub loss_scale: Option<Buffer>,
+    /// U32 [S + 1]: where the tokens of each source begin; None: the desc's sources have equally
+    /// many
+    pub starts: Option<Buffer>,
 }
 
 /// One layer's kernels.

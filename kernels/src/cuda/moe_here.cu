@@ -3,24 +3,30 @@
 constexpr int TOKENS = 256;          // of a block
 constexpr int WORDS = TOKENS / 32;
 
-// How many ranks have tokens, the first ones: `each` of them a rank.
-struct Present { int ranks; int each; };
+// How many tokens count, the first ones: `tokens`, or as many as `listed` says.
+struct Present {
+  int tokens;
+  const int* listed;
+  __device__ __forceinline__ int count() const { return listed ? *listed : tokens; }
+};
 
 // Expert of a slot by its place here, below 0 for one that lies elsewhere.
-__device__ __forceinline__ int place_of(const int* ids, u64 slot, Present present, int t,
+__device__ __forceinline__ int place_of(const int* ids, u64 slot, int present, int t,
                                         int first, int locals) {
   const int place = ids[slot] - first;
-  const bool counts = t / present.each < present.ranks;
-  return counts && ids[slot] >= first && place < locals ? place : -1;
+  return t < present && ids[slot] >= first && place < locals ? place : -1;
 }
 
 // pos [A, K]: rank of a slot among the block's of its expert, below 0 for none;
-// histogram [G][blocks]: slots of the block by expert. A token names an expert once.
+// histogram [G + 1][blocks]: slots of the block by expert, and of all. A token names an expert
+// once.
 extern "C" __global__ void __launch_bounds__(TOKENS)
-here_count(const int* ids, Present present, int tokens, int first, int locals, int* pos,
+here_count(const int* ids, Present rows, int tokens, int first, int locals, int* pos,
            int* histogram) {
   extern __shared__ u32 masks[];  // [G][WORDS]: the block's tokens that chose each expert
-  const int at = threadIdx.x, t = blockIdx.x * TOKENS + at;
+  __shared__ int all;
+  const int at = threadIdx.x, t = blockIdx.x * TOKENS + at, present = rows.count();
+  if (at == 0) all = 0;
   for (int i = at; i < locals * WORDS; i += TOKENS) masks[i] = 0;
   __syncthreads();
   const auto place = [&](int k) {
@@ -43,7 +49,10 @@ here_count(const int* ids, Present present, int tokens, int first, int locals, i
     int count = 0;
     for (int w = 0; w < WORDS; w++) count += __popc(masks[g * WORDS + w]);
     histogram[(u64)g * gridDim.x + blockIdx.x] = count;
+    atomicAdd(&all, count);
   }
+  __syncthreads();
+  if (at == 0) histogram[(u64)locals * gridDim.x + blockIdx.x] = all;
 }
 
 // A warp an expert: its histogram becomes where each block's rows start among the expert's.
@@ -65,13 +74,14 @@ here_scan(int* histogram, int blocks, int* counts) {
   if (lane == 0) counts[blockIdx.x] = carried;
 }
 
-// rows [R], row_weights [R], pos [A, K]: the slot's row, all ones for none. Blocks as in
-// here_count; the one behind them writes offsets [G + 1] and order [G], experts heaviest first.
-// More rows than there is room for are no rows, and an overflow.
+// rows [R], row_weights [R], pos [A, K]: the slot's row, all ones for none; choices [R] or null:
+// the row of each slot that has one. Blocks as in here_count; the one behind them writes offsets
+// [G + 1] and order [G], experts heaviest first. More rows than there is room for are no rows, and
+// an overflow.
 extern "C" __global__ void __launch_bounds__(TOKENS)
-here_place(const int* ids, const float* weights, Present present, int tokens, int first,
+here_place(const int* ids, const float* weights, Present listed, int tokens, int first,
            int locals, const int* histogram, const int* counts, int* offsets, int* order,
-           int* rows, int* pos, float* row_weights, int room, double* overflows) {
+           int* rows, int* pos, float* row_weights, int* choices, int room, double* overflows) {
   extern __shared__ int starts[];  // [G + 1]
   const int at = threadIdx.x, blocks = gridDim.x - 1;
   if (at < 32) {
@@ -102,7 +112,23 @@ here_place(const int* ids, const float* weights, Present present, int tokens, in
     if (at == 0 && full) *overflows += 1.0;
     return;
   }
-  const int t = blockIdx.x * TOKENS + at;
+  const int t = blockIdx.x * TOKENS + at, present = listed.count();
+  int next = 0;  // of the slots that have a row
+  if (choices) {
+    __shared__ int before[TOKENS];
+    int own = 0;
+    for (int k = 0; k < TOP_K && t < tokens; k++)
+      own += place_of(ids, (u64)t * TOP_K + k, present, t, first, locals) >= 0;
+    before[at] = own;
+    __syncthreads();
+    for (int step = 1; step < TOKENS; step <<= 1) {
+      const int left = at >= step ? before[at - step] : 0;
+      __syncthreads();
+      before[at] += left;
+      __syncthreads();
+    }
+    next = histogram[(u64)locals * blocks + blockIdx.x] + before[at] - own;
+  }
   if (t >= tokens) return;
   for (int k = 0; k < TOP_K; k++) {
     const u64 slot = (u64)t * TOP_K + k;
@@ -116,6 +142,7 @@ here_place(const int* ids, const float* weights, Present present, int tokens, in
     rows[row] = t;
     row_weights[row] = weights[slot];
     pos[slot] = row;
+    if (choices) choices[next++] = row;
   }
 }
 

@@ -315,12 +315,16 @@ impl Router {
         }
     }
 
-    /// `out[t, k]` = the row of y of that choice, 0 where it is not here: `weights` and `base` are
-    /// nothing.
-    pub(crate) fn each_row(&self, stream: &Stream, call: CombineCall) -> Result<(), CudaError> {
+    /// `out[i]` = the row `pos[i]` of y for each of `slots` choices, 0 where it is not here:
+    /// `weights` and `base` are nothing.
+    pub(crate) fn each_row(
+        &self,
+        stream: &Stream,
+        call: CombineCall,
+        slots: usize,
+    ) -> Result<(), CudaError> {
         let CombineCall { y, pos, out, .. } = call;
         let [chunks, out_pitch, out_first] = self.in_chunks(&call);
-        let slots = self.shape.tokens * self.shape.top_k;
         let (launch, slots) = (self.of_rows(slots, chunks), slots as i32);
         // SAFETY: the parameters are those of `each_row`, the buffers as long as planned.
         unsafe {

@@ -157,14 +157,6 @@ impl MoeDesc {
         }
     }
 
-    /// Runs of tokens whose products are rounded by themselves.
-    pub(crate) const fn sources_apart(&self) -> usize {
-        match self.weight_gradients {
-            Output::Sums => self.sources,
-            Output::Element | Output::F32 => 1,
-        }
-    }
-
     /// What every device asks of a layer.
     pub(crate) fn check_counts(&self) -> Result<(), Refusal> {
         range("experts", self.experts, 1, 1 << 20)?;

@@ -115,7 +115,7 @@ impl Bed {
         stream.synchronize()?;
         let (residual, loss_scale) = (None, None);
         let tensors =
-            MoeTensors { x, residual, weights, saved, workspace, loss_scale };
+            MoeTensors { x, residual, weights, saved, workspace, loss_scale, starts: None };
         Ok(Bed { layer, stream, arena, tensors, dout, out, dx, gradients, saved_bytes })
     }
 

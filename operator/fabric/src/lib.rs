@@ -8,7 +8,6 @@
 //! what each rank tells of it -> Rings: once all have, what is found
 //! nodes x a level -> topology: the order in which a job uses them
 //! Profile x GPUs x bytes -> travel: seconds of an exchange between GPUs
-//! Profile x job -> overlap: in how many chunks processors exchange
 //! job x what the two chose -> ways: between which of them the first steps choose
 //! ```
 
@@ -16,7 +15,6 @@
 
 mod arrange;
 mod facts;
-pub mod overlap;
 mod rings;
 pub mod topology;
 pub mod travel;

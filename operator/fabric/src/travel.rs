@@ -131,22 +131,28 @@ impl<'a> Machines<'a> {
 }
 
 /// How the expert groups of `layout` exchange, and where there is something to choose, why. The job
-/// may say it, else it is flat, with what is expected of the other way. Processors send each row to
-/// those that need it.
+/// may say it, else between GPUs it is flat, with what is expected of the other way. Processors
+/// send each row to those that need it, once to each node.
 pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     let (ranks, ep) = (job.profile.ranks.max(1), layout.mesh.ep);
     // A group of one node has nothing to send to others.
-    if job.profile.backend == Backend::Cpu || ranks.is_multiple_of(ep) {
+    if ranks.is_multiple_of(ep) {
         return (Exchange::Flat, None);
     }
     let Some(rails) = Rails::of(&layout.mesh, ranks) else {
-        let uneven = "not every node has as many GPUs of an expert group".to_string();
+        let uneven = "not every node has as many ranks of an expert group".to_string();
         let asked = job.exchange == Some(Exchange::Hierarchical);
         return (Exchange::Flat, asked.then_some(uneven));
     };
     let said = "parallelism.exchange says so".to_string();
     if let Some(exchange) = job.exchange {
         return (exchange, Some(said));
+    }
+    if job.profile.backend == Backend::Cpu {
+        return match rails.places {
+            1 => (Exchange::Flat, None),
+            _ => (Exchange::Hierarchical, Some("a token crosses to a node once".to_string())),
+        };
     }
     let Some(machines) = Machines::of(&job.profile) else {
         return (Exchange::Flat, None);

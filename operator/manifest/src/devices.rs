@@ -12,13 +12,13 @@ use crate::problem::{Code, Problem, quoted};
 use crate::workspace::{self, goes_up, no_path};
 use crate::profile::Backend;
 use crate::spec::{
-    AttentionName, ExchangeName, MoeJobSpec, NumberOrAuto, OverlapDegree, Word, as_typed,
+    AttentionName, MoeJobSpec, NumberOrAuto, OverlapDegree, Word, as_typed,
 };
 use moejob_protocol::config::{
-    GradientDtype, MomentDtype, OVERLAP_DEGREES, Precision, TrainingConfig, Wire,
+    GradientDtype, MomentDtype, Precision, TrainingConfig, Wire,
 };
 use moejob_protocol::kernel_sizes::{
-    self, ALIGNMENT, EXPERT_PARALLEL_MAX, EXPERTS_MAX, GROUPS_MAX, SizeRefusal, Sharing, Size,
+    self, ALIGNMENT, EXPERT_PARALLEL_MAX, EXPERTS_MAX, GROUPS_MAX, SizeRefusal, Size,
     SizeLimit,
 };
 use moejob_protocol::model::{AuxLossScope, ModelConfig, RouterConfig};
@@ -35,27 +35,15 @@ pub fn problems(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
     }
 }
 
-/// Warns of fields that have no effect on processors, which send each row to those that need it.
-pub fn warnings(spec: &MoeJobSpec, job: &Job) -> Vec<Problem> {
-    if job.profile.backend != Backend::Cpu {
+/// Warns of a field that has no effect.
+pub fn warnings(spec: &MoeJobSpec) -> Vec<Problem> {
+    let degree = spec.parallelism.as_ref().and_then(|of| of.overlap_degree.clone());
+    let Some(OverlapDegree(NumberOrAuto::Number(degree @ 2..))) = degree else {
         return Vec::new();
-    }
-    let parallelism = spec.parallelism.clone().unwrap_or_default();
-    let exchange = parallelism.exchange.filter(|of| *of == ExchangeName::Hierarchical);
-    let exchange = exchange.map(|_| ("exchange", "hierarchical".to_string()));
-    let degree = parallelism.overlap_degree.and_then(|of| match of {
-        OverlapDegree(NumberOrAuto::Number(degree)) if degree > 1 => Some(degree),
-        _ => None,
-    });
-    let degree = degree.map(|degree| ("overlapDegree", degree.to_string()));
-    let of = |(field, value): (&str, String)| {
-        let path = format!("spec.parallelism.{field}");
-        let given = format!("`{value}` on processors");
-        let advice = "it has no effect: processors send each token's row at once to those that \
-                      have its experts";
-        Problem::of(Code::Device, path, given, "any on GPUs", advice)
     };
-    exchange.into_iter().chain(degree).map(of).collect()
+    let path = "spec.parallelism.overlapDegree";
+    let advice = "it has no effect: the tokens of a micro-batch travel at once; delete it";
+    vec![Problem::of(Code::Device, path, format!("`{degree}`"), "1 or auto", advice)]
 }
 
 /// Processors compute in fp32, always in the same order; what asks for that is no problem.
@@ -143,9 +131,6 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
     for (path, degree) in degrees.into_iter().filter(|(_, degree)| *degree != 1) {
         found.push(Problem::of(Code::Unsupported, path, degree.to_string(), "1", ADVICE));
     }
-    if let Some(degree) = job.overlap_degree.filter(|degree| !job.takes_chunks(*degree)) {
-        found.push(uneven_chunks(job, degree));
-    }
     if let Some((preset, lacks)) = job.preset.and_then(|of| Some((of, preset::lacks(of)?))) {
         let given = format!("{}, {lacks}", preset.name());
         found.push(Problem::of(Code::Unsupported, "spec.model.preset", given, "others", ADVICE));
@@ -159,19 +144,6 @@ pub fn unsupported(job: &Job) -> Vec<Problem> {
         Backend::Cpu => found.extend(RankLoad::of(job).problem()),
     }
     found
-}
-
-/// Chunks of tokens that are of several sizes, on GPUs: kernels are made for one.
-fn uneven_chunks(job: &Job, degree: u32) -> Problem {
-    let takes = |degree: &u32| job.takes_chunks(*degree);
-    let even = OVERLAP_DEGREES.iter().filter(|degree| takes(degree)).map(u32::to_string);
-    Problem::of(
-        Code::Unsupported,
-        "spec.parallelism.overlapDegree",
-        format!("`{degree}` chunks of {} tokens on GPUs", job.tokens()),
-        format!("{} or auto", even.collect::<Vec<_>>().join(", ")),
-        "chunks of a micro-batch have equally many tokens there",
-    )
 }
 
 /// Whether so many ranks fall into whole groups of `degree`.
@@ -208,7 +180,6 @@ struct RankLoad<'a> {
     /// Ranks that share the experts, and whether the job says so.
     ep: u32,
     typed: bool,
-    chunks: u32,
 }
 
 impl<'a> RankLoad<'a> {
@@ -221,7 +192,6 @@ impl<'a> RankLoad<'a> {
             sequence_length: training.sequence_length,
             ep: job.expert_parallel.unwrap_or(1).max(1),
             typed: job.expert_parallel.is_some(),
-            chunks: job.overlap_degree.unwrap_or(1),
         }
     }
 
@@ -232,11 +202,10 @@ impl<'a> RankLoad<'a> {
             sequence_length: self.sequence_length,
             ..*self.training
         };
-        let shared = Sharing { ranks: self.ep, chunks: self.chunks };
         match training.compute.backend {
-            Backend::Cpu => kernel_sizes::on_processors(self.model, &training, shared),
+            Backend::Cpu => kernel_sizes::on_processors(self.model, &training, self.ep),
             Backend::Cuda => {
-                let found = kernel_sizes::on_gpus(self.model, &training, shared).into_iter();
+                let found = kernel_sizes::on_gpus(self.model, &training, self.ep).into_iter();
                 // Segments have a choice of their own.
                 found.into_iter().find(|of| of.size.is_of_tokens() && of.size != Size::Segments)
             }
@@ -317,7 +286,7 @@ pub fn on_one_gpu(model: &ModelConfig, training: &TrainingConfig) -> Vec<Problem
     }
     let narrow = ("spec.model.denseIntermediateSize", model.dense_intermediate_size);
     let narrow = Some(narrow).filter(|(_, width)| !width.is_multiple_of(ALIGNMENT));
-    let refused = kernel_sizes::on_gpus(model, training, Sharing::ALONE).into_iter();
+    let refused = kernel_sizes::on_gpus(model, training, 1).into_iter();
     let refused = refused.filter_map(|of| Some((field_of(model, of.size)?, of.taken)));
     let narrow = narrow.map(|field| (field, SizeLimit::MultiplesOf(ALIGNMENT.into())));
     let groups = ("spec.model.router.groups", model.router.groups);

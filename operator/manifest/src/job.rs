@@ -10,12 +10,12 @@ use crate::router;
 use crate::rules;
 use crate::spec::{
     AttentionName, ExchangeName, FieldFilesSpec, Level, MixturePartSpec, MoeJobSpec, ModelSpec,
-    NumberOrAuto, OverlapDegree, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec,
+    NumberOrAuto, PrecisionName, PreflightWhen, Preset, RecomputeName, SourceSpec,
     VolumeSpec,
 };
 use moejob_protocol::canonical::{MUTABLE, canonical_hash};
 use moejob_protocol::config::{
-    AdamW, Compute, Exchange, GradientDtype, MomentDtype, OVERLAP_DEGREES, Offload, Precision,
+    AdamW, Compute, Exchange, GradientDtype, MomentDtype, Offload, Precision,
     Recompute, Schedule, TokenType, Tokenizer, TrainingConfig, ValidationConfig, Wire,
 };
 use moejob_protocol::model::{Activation, ExpertsConfig, ModelConfig, QkNorm};
@@ -40,8 +40,6 @@ pub struct Job {
     pub expert_parallel: Option<u32>,
     /// How an expert group exchanges; none lets the plan choose.
     pub exchange: Option<Exchange>,
-    /// Chunks in which tokens travel to their experts; none lets the plan choose.
-    pub overlap_degree: Option<u32>,
     pub tensor_parallel: u32,
     pub pipeline_parallel: u32,
     pub checkpoint: Checkpoint,
@@ -236,11 +234,6 @@ impl Job {
         u64::from(self.training.micro_batch_size) * u64::from(self.training.sequence_length)
     }
 
-    /// Whether a micro-batch may travel in so many chunks, which have equally many tokens.
-    pub fn takes_chunks(&self, degree: u32) -> bool {
-        self.expert_parallel == Some(1) || self.tokens().is_multiple_of(degree.max(1).into())
-    }
-
     pub fn growth_interval(&self, venue: Venue) -> u64 {
         let default = if venue == Venue::Local { 2_000 } else { 60_000 };
         self.recovery.growth_interval.unwrap_or(default)
@@ -357,17 +350,10 @@ fn fill(name: &str, spec: &MoeJobSpec, weights: Option<&ModelConfig>, profile: P
         data,
         training,
         expert_parallel,
-        exchange: match (backend, parallelism.exchange) {
-            // Processors send each row to those that need it: typed or not, it is the same job.
-            (Backend::Cpu, _) | (_, None | Some(ExchangeName::Auto)) => None,
-            (Backend::Cuda, Some(ExchangeName::Flat)) => Some(Exchange::Flat),
-            (Backend::Cuda, Some(ExchangeName::Hierarchical)) => Some(Exchange::Hierarchical),
-        },
-        overlap_degree: match (backend, parallelism.overlap_degree) {
-            (Backend::Cuda, Some(OverlapDegree(NumberOrAuto::Number(degree)))) => {
-                OVERLAP_DEGREES.into_iter().find(|known| i64::from(*known) == degree)
-            }
-            _ => None,
+        exchange: match parallelism.exchange {
+            None | Some(ExchangeName::Auto) => None,
+            Some(ExchangeName::Flat) => Some(Exchange::Flat),
+            Some(ExchangeName::Hierarchical) => Some(Exchange::Hierarchical),
         },
         tensor_parallel: parallelism.tensor.unwrap_or(1),
         pipeline_parallel: parallelism.pipeline.unwrap_or(1),

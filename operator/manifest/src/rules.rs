@@ -50,7 +50,7 @@ pub fn judge(spec: &MoeJobSpec, job: &Job, broken: &[String]) -> (Vec<Problem>, 
         rules.problems.extend(pod::problems(template));
     }
     rules.warnings.extend(steps::warnings(spec, job));
-    rules.warnings.extend(devices::warnings(spec, job));
+    rules.warnings.extend(devices::warnings(spec));
     (rules.problems, rules.warnings)
 }
 

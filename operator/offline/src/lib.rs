@@ -15,7 +15,7 @@ pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
 use moejob_fabric::FabricFacts;
 use moejob_fabric::topology::{self, NodeInfo, Ordered};
-use moejob_fabric::{overlap, travel};
+use moejob_fabric::travel;
 use moejob_manifest::cost::CHANGES_SHOWN_MAX;
 use moejob_manifest::job::Job;
 use moejob_manifest::keys::Keys;
@@ -27,6 +27,7 @@ use moejob_plan::observed::{Gang, Size};
 use moejob_plan::placement::{self, Need, Skipped, gib};
 use moejob_plan::traffic::{self, Expected};
 use moejob_protocol::config::Exchange;
+use moejob_protocol::layout::buddies;
 use moejob_protocol::memory::RankMemory;
 use serde::Serialize;
 
@@ -123,16 +124,10 @@ pub struct SizeFacts {
     /// Why they exchange so, where they are on several nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exchange_why: Option<String>,
-    /// Chunks in which tokens travel to their experts.
-    #[serde(skip_serializing_if = "is_one")]
-    pub overlap_degree: u32,
-    /// Why so many, where there is something to choose.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub overlap_why: Option<String>,
 }
 
-fn is_one(degree: &u32) -> bool {
-    *degree == 1
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 /// Bytes of the rank that needs most.
@@ -305,8 +300,6 @@ fn size_facts(job: &Job, size: &Size, need: Option<&Need>) -> SizeFacts {
         offload: need.and_then(|need| OffloadPrice::of(job, &need.rank)),
         exchange: size.exchange,
         exchange_why: travel::choice(job, &size.layout).1,
-        overlap_degree: size.overlap_degree,
-        overlap_why: overlap::choice(job, &size.layout).1,
     }
 }
 
@@ -325,6 +318,7 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
     let nodes = node_of_rank(gang, per_node);
     let moe_layer = (0..job.model.num_hidden_layers).find(|layer| job.model.is_moe_layer(*layer));
     let ranks = 0..mesh.world().min(LISTED_MAX as u32 * per_node.max(1));
+    let buddies = buddies(&nodes);
     let rank_facts = |rank: u32| {
         let experts = layout.experts(&job.model, moe_layer.unwrap_or(0), rank);
         let micro_batches = mesh.micro_batches(rank, job.micro_batches());
@@ -337,7 +331,7 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
                 experts.last().copied().unwrap_or(0),
             ],
             micro_batches: [micro_batches.start, micro_batches.end.saturating_sub(1)],
-            buddy: layout.buddy(rank, &nodes),
+            buddy: buddies[rank as usize],
         }
     };
     let idle = rehearsal.tracker.observed.workers.iter().filter(|worker| worker.is_available());
@@ -494,9 +488,6 @@ fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
             Exchange::Hierarchical => "in two stages, within nodes and between them",
         };
         lines.push(format!("  tokens travel {how}: {why}"));
-    }
-    if let Some((size, why)) = size.and_then(|size| Some((size, size.overlap_why.as_ref()?))) {
-        lines.push(format!("  {} of tokens: {why}", several(size.overlap_degree, "chunk")));
     }
     if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
         lines.push("\nmemory of rank 0, even routing".to_string());

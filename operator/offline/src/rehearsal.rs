@@ -9,6 +9,7 @@ use moejob_plan::track::Tracker;
 use moejob_protocol::PROTOCOL_VERSION;
 use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::config::Resume;
+use moejob_protocol::layout::buddies;
 use moejob_protocol::message::{Heartbeat, Held, Hello, LeftReason, Phase, Up};
 use moejob_protocol::report::StepReport;
 
@@ -110,11 +111,11 @@ impl Rehearsal {
             self.tracker.observed.stored = Some(Stored { step: stored, name });
         }
         let snapshot = step.checked_div(memory).map_or(0, |count| count * memory);
-        let nodes = node_of_rank(&gang, self.per_node);
+        let buddies = buddies(&node_of_rank(&gang, self.per_node));
         // What each member has: shards of its own ranks, and of those whose buddy is one of them.
         let mut kept = vec![Vec::new(); gang.members.len()];
         for rank in 0..gang.layout.mesh.world() {
-            let buddy = gang.layout.buddy(rank, &nodes).map(|buddy| buddy / self.per_node);
+            let buddy = buddies[rank as usize].map(|buddy| buddy / self.per_node);
             let own = rank / self.per_node;
             for member in [Some(own), buddy.filter(|buddy| *buddy != own)].into_iter().flatten() {
                 kept[member as usize].push(rank);

@@ -12,7 +12,6 @@
 //! the model, gradients travel beside backward, so that only what takes longer than it counts.
 
 use super::offload::OffloadPrice;
-use moejob_fabric::overlap;
 use moejob_manifest::job::Job;
 use moejob_manifest::words::count;
 use moejob_plan::placement;
@@ -74,16 +73,13 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         all.filter_map(|of| of.seconds).sum()
     };
     let (all_tokens, gradients) = (sum(true), sum(false));
-    let chunks = overlap::choice(job, layout).0;
-    let exchange = (all_tokens / f64::from(chunks)).max(all_tokens - products);
     let beside = communication.iter().any(|of| of.beside && !is_of_tokens(of));
     let hidden = if beside { BACKWARD * products / rounds } else { 0.0 };
     let exposed = (gradients - hidden).max(0.0);
     for of in &mut communication {
         // All of what travels among the ops; of the rest what is not hidden, shared out alike.
         let part = match is_of_tokens(of) {
-            true if chunks == 1 => 1.0,
-            true => exchange / all_tokens,
+            true => 1.0,
             false => exposed / gradients,
         };
         of.exposed_seconds = of.seconds.filter(|seconds| *seconds > 0.0).map(|all| part * all);
@@ -92,7 +88,7 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         .then(|| OffloadPrice::of(job, &placement::memory(job, layout, 0)))
         .flatten();
     let offload = price.as_ref().and_then(|price| price.seconds);
-    let seconds = products + exchange + exposed + offload.unwrap_or(0.0);
+    let seconds = products + all_tokens + exposed + offload.unwrap_or(0.0);
     let all = f64::from(training.global_batch_size) * f64::from(training.sequence_length);
     let mut assumes = vec![format!(
         "products at {:.0}% of {} TFLOP/s, as profile {} says",
@@ -107,9 +103,6 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
     if mesh.ep > 1 {
         assumes.push("each token travels to every GPU of its expert group, as by NCCL".to_string());
     }
-    if chunks > 1 {
-        assumes.push(format!("tokens travel in {chunks} chunks beside products"));
-    }
     if beside {
         assumes.push("gradients travel beside backward".to_string());
     }
@@ -123,7 +116,7 @@ pub fn step_time(job: &Job, layout: &Layout) -> Option<StepTime> {
         seconds,
         tokens_per_second: all / seconds,
         products_seconds: products,
-        tokens_seconds: exchange,
+        tokens_seconds: all_tokens,
         gradients_seconds: gradients,
         exposed_seconds: exposed,
         communication,

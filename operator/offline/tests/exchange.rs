@@ -2,7 +2,6 @@
 
 #![allow(clippy::disallowed_methods, reason = "the test reads the page")]
 
-use moejob_fabric::overlap;
 use moejob_fabric::travel::{Load, Machines, choice, fastest, rows, text};
 use moejob_manifest::Job;
 use moejob_manifest::profile::{Line, LinkFigures, Profile, Profiles, read};
@@ -202,102 +201,35 @@ fn job(more: &str, links: &str) -> Result<Job, String> {
 const LINKS: &str = "links: { allToAll: [{ us: 1, GBps: 50 }], ring: [{ us: 1, GBps: 50 }], \
                      network: { us: 20, GBps: 10 }, messageUs: 5, copyGBps: 20 }\n";
 
-/// Processors send rows at once whatever a manifest says, and it is told that the words have no
-/// effect.
+/// A token goes to another node of processors once, unless the manifest says otherwise; where each
+/// node has one rank of a group there is nothing to pass on. Chunks have no effect, which is told.
 #[test]
-fn processors_send_rows_at_once() {
-    for (says, told) in [
-        ("", vec![]),
-        ("overlapDegree: 4", vec!["overlapDegree: found `4` on processors"]),
-        ("overlapDegree: 1, exchange: flat", vec![]),
-        ("exchange: hierarchical", vec!["exchange: found `hierarchical` on processors"]),
+fn processors_send_a_token_to_a_node_once() {
+    let told = "overlapDegree: found `4`";
+    for (says, two, told) in [
+        ("", Exchange::Hierarchical, None),
+        ("overlapDegree: 4", Exchange::Hierarchical, Some(told)),
+        ("overlapDegree: 1, exchange: flat", Exchange::Flat, None),
+        ("exchange: hierarchical", Exchange::Hierarchical, None),
     ] {
         let job = job(&format!("  parallelism: {{ {says} }}\n"), LINKS).expect("a job");
         for size in sizes(&job).0 {
-            assert_eq!((size.exchange, size.overlap_degree), (Exchange::Flat, 1), "{says}");
-            assert_eq!(overlap::choice(&job, &size.layout).1, None, "{says}");
-            assert_eq!(choice(&job, &size.layout).1, None, "{says}");
+            let rails = Rails::of(&size.layout.mesh, job.profile.ranks.max(1));
+            let passes = rails.is_some_and(|rails| rails.places > 1);
+            let expected = if passes { two } else { Exchange::Flat };
+            assert_eq!(size.exchange, expected, "{says}");
         }
         let warned: Vec<String> = job.warnings.iter().map(ToString::to_string).collect();
-        assert_eq!(warned.len(), told.len(), "{says}: {warned:?}");
-        for (warned, told) in warned.iter().zip(told) {
-            assert!(warned.contains(told) && warned.contains("has no effect"), "{warned}");
-        }
+        assert_eq!(warned.len(), usize::from(told.is_some()), "{says}: {warned:?}");
+        let told = told.is_none_or(|told| {
+            warned[0].contains(told) && warned[0].contains("has no effect")
+        });
+        assert!(told, "{warned:?}");
     }
     let wrong = job("  parallelism: { overlapDegree: 8 }\n", "").expect_err("no such degree");
     assert!(wrong.contains("spec.parallelism.overlapDegree: found `8`"), "{wrong}");
     let wrong = job("  parallelism: { exchange: tree }\n", "").expect_err("no such way");
     assert!(wrong.contains("spec.parallelism.exchange: found `tree`"), "{wrong}");
-}
-
-/// Of GPUs it takes one, and says what it expects of others: between nodes whose network is slow;
-/// not within a node, nor where a profile says nothing of it. Only chunks of equally many tokens
-/// are taken.
-#[test]
-fn the_plan_tells_of_chunks_between_nodes_of_gpus() {
-    let expects = |job: &Job| -> Vec<Option<String>> {
-        assert_eq!(job.unsupported(), []);
-        let (sizes, skipped) = sizes(job);
-        assert!(!sizes.is_empty(), "{skipped:?}");
-        let of = |size: &Size| {
-            let (degree, why) = overlap::choice(job, &size.layout);
-            assert_eq!((degree, size.overlap_degree), (1, 1));
-            why
-        };
-        sizes.iter().map(of).collect()
-    };
-    let degrees = |job: &Job| -> Vec<(u32, u32, bool)> {
-        assert_eq!(job.unsupported(), []);
-        let (sizes, skipped) = sizes(job);
-        assert!(!sizes.is_empty(), "{skipped:?}");
-        let degree = |size: &Size| {
-            let (degree, why) = overlap::choice(job, &size.layout);
-            assert_eq!(degree, size.overlap_degree);
-            (size.nodes, degree, why.is_some())
-        };
-        sizes.iter().map(degree).collect()
-    };
-    let links = "links: { allToAll: [{ us: 1, GBps: 300 }], ring: [{ us: 1, GBps: 300 }], network: \
-                 { us: 5, GBps: 25 }, messageUs: 1, copyGBps: 2000 }\n";
-    let flops = "flops: { bf16Tflops: 300, reached: 0.5 }\n";
-    let both = format!("{links}{flops}");
-    // Groups of 8 on two nodes, and of 4 on one.
-    let of = |says: &str, expert, tokens| {
-        let mut job = job_on_gpus("", says, expert);
-        (job.training.micro_batch_size, job.training.sequence_length) = (1, tokens);
-        expects(&job)
-    };
-    let advises = |found: &[Option<String>], degree: &str| {
-        let words = format!("`overlapDegree: {degree}");
-        found.iter().all(|why| why.as_ref().is_some_and(|why| why.contains(&words)))
-    };
-    let found = of(&both, 8, 16384);
-    assert!(advises(&found, ""), "{found:?}");
-    let hardly = |found: &[Option<String>]| {
-        found.iter().all(|why| why.as_ref().is_some_and(|why| why.contains("hardly less")))
-    };
-    let found = of(&both, 4, 16384);
-    assert!(hardly(&found), "{found:?}");
-    assert!(advises(&of(&both, 8, 16382), "2") && hardly(&of(&both, 8, 16383)));
-    for says in [links, flops, ""] {
-        let found = of(says, 8, 16384);
-        assert!(found.iter().all(Option::is_none), "{says}: {found:?}");
-    }
-    // No profile says how fast products of other precisions are.
-    let mut tf32 = job_on_gpus("", &both, 8);
-    tf32.training.precision = moejob_protocol::config::Precision::Tf32;
-    tf32.training.sequence_length = 16384;
-    assert!(degrees(&tf32).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&tf32));
-    let asked = job_on_gpus(", overlapDegree: 4", "", 8);
-    assert!(degrees(&asked).iter().all(|of| of.1 == 4 && of.2), "{:?}", degrees(&asked));
-    let one = job_on_gpus(", overlapDegree: 4", "", 1);
-    assert!(degrees(&one).iter().all(|of| of.1 == 1 && !of.2), "{:?}", degrees(&one));
-    let mut uneven = job_on_gpus(", overlapDegree: 4", "", 8);
-    uneven.training.sequence_length = 66;
-    let found: Vec<String> = uneven.unsupported().iter().map(ToString::to_string).collect();
-    let expected = "E0301 spec.parallelism.overlapDegree: found `4` chunks of 66 tokens on GPUs; \
-                    allowed: 1, 2 or auto";
-    assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
 }
 
 /// A job of 128 experts on so many machines of four GPUs each.
@@ -354,7 +286,7 @@ fn gpus_go_along_rails_where_a_job_says_so_and_the_plan_tells_when_they_would_be
     assert!(text.contains(line), "{text}");
     // A group of six has four GPUs of one node and two of the next.
     let found = exchanges(&job_on_gpus(", exchange: hierarchical", "", 6));
-    let uneven = Some("not every node has as many GPUs of an expert group".to_string());
+    let uneven = Some("not every node has as many ranks of an expert group".to_string());
     assert!(found.iter().all(|of| *of == (of.0, Exchange::Flat, uneven.clone())), "{found:?}");
     // On one node there is nothing to choose.
     let found = exchanges(&job_on_gpus(", exchange: hierarchical", far, 4));
@@ -383,7 +315,7 @@ fn windows_are_as_large_as_their_rails_need() {
     let row = u64::from(job.model.hidden_size) * job.training.precision.element().bytes();
     let rows = [row; 2];
     let layout = Layout::contiguous(Mesh::data_parallel(8, 8));
-    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, (rails, 1));
+    let bytes = |rails| window_bytes(&job.model, &layout, &job.training, rails);
     let rails = |nodes, places| Some(Rails { nodes, places });
     for (rails, rooms) in [
         (None, window_rooms(8, tokens, rows, top_k)),
@@ -403,7 +335,7 @@ fn windows_are_as_large_as_their_rails_need() {
         let compute = &mut job.training.compute;
         (compute.wire, compute.combine_each) = (wire, combine_each);
         let rooms = window_rooms(8, tokens, [row, back], top_k);
-        let found = window_bytes(&job.model, &layout, &job.training, (None, 1));
+        let found = window_bytes(&job.model, &layout, &job.training, None);
         let beyond = found.checked_sub(rooms);
         assert!(beyond.is_some_and(|beyond| beyond < 4 << 20), "{wire:?}: {rooms}, {beyond:?}");
     }

@@ -94,24 +94,37 @@ fn buckets_travel_once_a_step() {
     assert!((1.99..2.0).contains(&ratio), "{ratio}");
 }
 
-/// A group of two nodes: flat by one ring, or along rails of eight.
+/// A group of two nodes: flat by one ring, or by need, once to the other node. A token misses a
+/// node when all its 8 experts are among the 32 of the other one's, and a rank when they are among
+/// 60.
 #[test]
-fn rails_send_to_the_other_node_once() {
+fn a_token_goes_to_the_other_node_once() {
     let mut job = job("profile: nd-h200-v5, min: 2, max: 2", "");
     job.exchange = Some(moejob_protocol::config::Exchange::Hierarchical);
     let layout = layout(16, 16);
-    let rails = expected(&job, &layout);
-    let rounds = LAYERS * TOKENS;
-    let between = of(&rails, Verb::SendRecv);
-    assert_eq!(between.bytes, rounds * (4 * ROW + 3 * WORDS));
+    let found = expected(&job, &layout);
+    let rounds = (LAYERS * TOKENS) as f64;
+    let missed = |others: u32| -> f64 {
+        (0..8).map(|k| f64::from(others - k) / f64::from(64 - k)).product()
+    };
+    let [node, rank] = [32, 60].map(|others| 1.0 - missed(others));
+    assert!((0.99..1.0).contains(&node) && (0.41..0.43).contains(&rank), "{node} {rank}");
+    let (row, words) = (ROW as f64, WORDS as f64);
+    let is = |verb: Verb, bytes: f64| {
+        let found = of(&found, verb).bytes as f64;
+        assert!((found - bytes).abs() < 1e-6 * bytes, "{verb:?}: {found}, expected {bytes}");
+    };
+    // Half of the choices are of the other node, 7 of 8 of a node's of other ranks.
+    is(Verb::SendRecv, rounds * (node * (4.0 * row + 2.0 * words) + words / 2.0));
+    is(Verb::Dispatch, rounds * 14.0 * rank * (2.0 * row + 2.0 * words));
+    is(Verb::Combine, rounds * (14.0 * rank * 2.0 * row + words * 7.0 / 8.0));
+    let between = of(&found, Verb::SendRecv);
     let latency = 4.0 * LAYERS as f64 * (8e-6 + 2e-6);
     near(between.seconds, latency + between.bytes as f64 / 46e9);
-    assert_eq!(of(&rails, Verb::Dispatch).bytes, 2 * 7 * rounds * (2 * ROW + 2 * WORDS));
-    assert_eq!(of(&rails, Verb::Combine).bytes, 2 * 7 * rounds * (2 * ROW + WORDS));
     job.exchange = Some(moejob_protocol::config::Exchange::Flat);
     let flat = expected(&job, &layout);
     assert!(flat.iter().all(|of| of.verb != Verb::SendRecv), "{flat:?}");
-    assert_eq!(of(&flat, Verb::Dispatch).bytes, 15 * rounds * (2 * ROW + 2 * WORDS));
+    assert_eq!(of(&flat, Verb::Dispatch).bytes, 15 * LAYERS * TOKENS * (2 * ROW + 2 * WORDS));
 }
 
 #[test]

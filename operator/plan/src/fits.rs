@@ -66,8 +66,8 @@ pub fn changes(job: &Job, steps: u64) -> Search {
         cut.set(cut.get() || budget.is_short());
         found
     };
-    let kinds: [Kind; 9] =
-        [nodes, micro_batch, recompute, zero, offload, chunks, devices, profile, experts];
+    let kinds: [Kind; 8] =
+        [nodes, micro_batch, recompute, zero, offload, devices, profile, experts];
     let mut changes: Vec<Change> = kinds.iter().filter_map(|kind| tried(*kind, job)).collect();
     if changes.is_empty() {
         let mut least = job.clone();
@@ -160,14 +160,6 @@ fn zero(job: &Job, fits: Fits) -> Option<Change> {
         let nodes = fits(&changed)?;
         Some(Change { set: vec![format!("spec.parallelism.zero: {stage}")], nodes })
     })
-}
-
-/// Chunks of tokens lie beside each other, and one alone needs no copy of its rows.
-fn chunks(job: &Job, fits: Fits) -> Option<Change> {
-    job.overlap_degree.filter(|degree| *degree > 1)?;
-    let changed = Job { overlap_degree: Some(1), ..job.clone() };
-    let nodes = fits(&changed)?;
-    Some(Change { set: vec!["spec.parallelism.overlapDegree: 1".to_string()], nodes })
 }
 
 /// Optimizer state of GPUs on their hosts.

@@ -73,7 +73,6 @@ pub fn template(job: &Job, venue: Venue, job_uid: &str, places: &Places) -> Work
         recovery: recovery(job, venue),
         ranks: job.profile.ranks,
         exchange: Exchange::Flat,
-        overlap_degree: 1,
         threads: 0,
     }
 }

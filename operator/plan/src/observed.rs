@@ -73,8 +73,6 @@ pub struct Size {
     pub nodes: u32,
     pub layout: Layout,
     pub exchange: Exchange,
-    /// Chunks in which its tokens travel.
-    pub overlap_degree: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

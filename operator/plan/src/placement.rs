@@ -2,18 +2,19 @@
 
 use crate::launch;
 use crate::observed::Size;
-use moejob_fabric::{overlap, travel};
+use moejob_fabric::travel;
 use moejob_manifest::cost::{self, Budget, COUNTED_MAX, Extent, SHOWN_MAX};
 use moejob_manifest::devices::{divides, takes_expert_parallel};
 use moejob_manifest::job::{Job, Venue};
 use moejob_manifest::profile::Backend;
 use moejob_manifest::words::{counted, several};
 use moejob_protocol::Mesh;
-use moejob_protocol::config::Offload;
+use moejob_protocol::config::{Exchange, Offload};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{
     self, Kind, Masters, Part, RankMemory, Types, rank_memory,
 };
+use moejob_protocol::rails::Rails;
 use serde::Serialize;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -45,8 +46,7 @@ pub fn sizes(job: &Job) -> (Vec<Size>, Vec<Skipped>) {
         match placer.layout(nodes, &budget) {
             Ok(layout) => {
                 let exchange = travel::choice(job, &layout).0;
-                let overlap_degree = overlap::choice(job, &layout).0;
-                sizes.push(Size { nodes, layout, exchange, overlap_degree });
+                sizes.push(Size { nodes, layout, exchange });
             }
             Err(why) => skipped.push(Skipped { nodes, why }),
         }
@@ -244,9 +244,12 @@ impl<'a> Placer<'a> {
     fn memory(&self, layout: &Layout, rank: u32) -> RankMemory {
         let job = self.job;
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
-        let chunks = overlap::choice(job, layout).0;
         let recovery = launch::recovery(job, Venue::Local);
-        rank_memory(model, layout, rank, training, &recovery, every, chunks)
+        // Along rails GPUs take less.
+        let along = job.profile.backend == Backend::Cpu
+            && travel::choice(job, layout).0 == Exchange::Hierarchical;
+        let rails = Rails::of(&layout.mesh, job.profile.ranks.max(1)).filter(|_| along);
+        rank_memory(model, layout, rank, training, &recovery, every, rails)
     }
 
     /// Elements of the experts that lie with `rank`.

@@ -3,15 +3,15 @@
 //! ```text
 //! dispatch        tokens, choices and weights of all to all ranks of the expert group; gradients
 //! combine         sums of what became of them back; gradients of them, and of weights
-//! sendRecv        the same between nodes, where tokens travel along rails
+//! sendRecv        both between nodes, where tokens travel in two stages
 //! reduceScatter   gradients of what several ranks hold, once a step, or a round (ZeRO-2)
 //! allGather       its new weights, once a step, or as often as they are wanted whole (ZeRO-3)
 //! ```
-//! Bytes are those that engines send by NCCL, a function of the job and its layout alone. Through
-//! windows less travels, by need. The numbers of a step are too few to be counted here.
+//! Bytes are those that engines send by NCCL, a function of the job and its layout alone; in two
+//! stages tokens travel by need, and even routing is assumed. Through windows less travels. The
+//! numbers of a step are too few to be counted here.
 
 use crate::placement::gib;
-use moejob_fabric::overlap;
 use moejob_fabric::travel::{self, Load, Machines};
 use moejob_manifest::job::Job;
 use moejob_manifest::words::aligned;
@@ -22,6 +22,7 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Types;
 use moejob_protocol::owners::Holders;
 use moejob_protocol::rails::Rails;
+use moejob_protocol::rows::arriving;
 use moejob_protocol::zero::{self, Turn};
 use serde::Serialize;
 
@@ -71,14 +72,12 @@ pub fn expected(job: &Job, layout: &Layout) -> Vec<Expected> {
         return Vec::new();
     }
     let machines = Machines::of(&job.profile);
-    let chunks = overlap::choice(job, layout).0;
-    let [dispatch, combine, between] = tokens(job, layout, machines, chunks.into());
+    let [dispatch, combine, between] = tokens(job, layout, machines);
     let (reduce, gather, beside) = sums(job, layout, machines);
-    let flies = chunks > 1;
     let all = [
-        (Verb::Dispatch, dispatch, flies),
-        (Verb::Combine, combine, flies),
-        (Verb::SendRecv, between, flies),
+        (Verb::Dispatch, dispatch, false),
+        (Verb::Combine, combine, false),
+        (Verb::SendRecv, between, false),
         (Verb::ReduceScatter, reduce, beside),
         (Verb::AllGather, gather, beside),
     ];
@@ -126,8 +125,8 @@ impl Way<'_> {
     }
 }
 
-/// Dispatch, combine, and what of them goes along rails, in so many chunks.
-fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -> [Sum; 3] {
+/// Dispatch, combine, and what of them goes along rails.
+fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let (model, training, mesh) = (&job.model, &job.training, layout.mesh);
     let mut sums = [Sum::default(); 3];
     if mesh.ep == 1 {
@@ -136,10 +135,10 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
     let along = travel::choice(job, layout).0 == Exchange::Hierarchical;
     let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
     let way = Way { machines, ranks: mesh.ep.into(), rails };
-    // Those of a chunk.
-    let tokens = job.tokens() / chunks;
+    let tokens = job.tokens();
     let top_k = model.slices().per_token;
     let formats = training.compute.formats(training.precision.element(), top_k);
+    let by_need = rails.filter(|_| !formats.packs());
     let dim = u64::from(model.hidden_size);
     let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));
     let back = tokens * formats.rows_back * dim * formats.sums.bytes();
@@ -151,14 +150,25 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
     // A forward pass, once more in backward of layers whose memory others have taken.
     let forward = |layer: &u32| 1 + u64::from(layer / span < (layers - 1) / span);
     let (once, often) = mixture.fold((0, 0), |(n, all), layer| (n + 1, all + forward(&layer)));
-    let rounds = chunks * u64::from(job.micro_batches().div_ceil(mesh.dp));
+    let rounds = u64::from(job.micro_batches().div_ceil(mesh.dp));
     // Rows with ids and weights; then rows; with gradients of weights.
     let ways = [(often, out + 2 * words, back), (once, again, back + words)];
-    for (times, out, back) in ways {
+    for (at, (times, out, back)) in ways.into_iter().enumerate() {
         let times = times * rounds;
         let mut add = |at: usize, (bytes, seconds): (u64, f64)| {
             sums[at].add(times * bytes, times as f64 * seconds);
         };
+        if let Some(rails) = by_need {
+            let of_token = [out / tokens, formats.token_bytes(dim)[1]];
+            let gradients = if at == 1 { 4 } else { 0 };
+            for (verb, bytes, near) in needed(job, rails, of_token, gradients) {
+                let far = if near { 0.0 } else { bytes };
+                let messages = if near { 0.0 } else { (rails.nodes - 1) as f64 };
+                let load = Load { near: bytes - far, messages, far };
+                add(verb, (bytes as u64, machines.map_or(0.0, |of| of.stage(load))));
+            }
+            continue;
+        }
         let alone = rails.is_some_and(|rails| rails.places == 1);
         // With one rank on each node rails bring all, and sums take the flat way.
         if !alone {
@@ -169,6 +179,36 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>, chunks: u64) -
         add(1, way.within(back));
     }
     sums
+}
+
+/// What a rank sends of a pass through a layer by need, with even routing, once to each node: which
+/// sum it is of, its bytes, and whether they stay within the node. A token takes so many bytes out,
+/// and all of its rows so many back, and each choice `gradients` bytes more.
+fn needed(
+    job: &Job,
+    rails: Rails,
+    [out, back]: [u64; 2],
+    gradients: u64,
+) -> [(usize, f64, bool); 4] {
+    let (model, tokens) = (&job.model, job.tokens() as f64);
+    let (nodes, places) = (rails.nodes as f64, rails.places as f64);
+    let held = f64::from(model.experts.count) / (nodes * places);
+    let top_k = f64::from(model.slices().per_token);
+    let each = job.training.compute.combines_each();
+    let far = (nodes - 1.0) * tokens * arriving(model, held * places);
+    let near = (places - 1.0) * nodes * tokens * arriving(model, held);
+    // Choices of experts on other nodes, and those of a node's that are another rank's.
+    let choices = [nodes, places].map(|of| tokens * top_k * (of - 1.0) / of);
+    let returned = |at: usize, rows: f64| {
+        let rows = if each { choices[at] / top_k } else { rows };
+        rows * back as f64 + choices[at] * gradients as f64
+    };
+    [
+        (2, far * out as f64, false),
+        (0, near * out as f64, true),
+        (1, returned(1, near), true),
+        (2, returned(0, far), false),
+    ]
 }
 
 /// Sums of gradients, new weights, and whether they travel beside the ops.

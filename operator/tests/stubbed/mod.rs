@@ -64,7 +64,7 @@ spec:
             "MOEJOB_CUDA_ARCH",
             "MOEJOB_NCCL",
             "MOEJOB_OVERLAP",
-            "MOEJOB_CHUNKS",
+            "MOEJOB_BESIDE",
         ] {
             command.env_remove(other);
         }

@@ -163,10 +163,9 @@ pub struct Fused<B> {
     pub spread: Option<Spread<B>>,
 }
 
-/// Tokens of all `P` ranks of an expert group, `A = P T`, and where the rows of the experts here
-/// lie: see `MoePlace` of the kernels. Tokens lie by (chunk, rank, token), and what is of rows by
-/// chunk, each of which has an equal part. Experts and choices are those of
-/// [slices](crate::slices).
+/// Tokens of an expert group that are at this rank, and where the rows of the experts here lie: see
+/// `MoePlace` of the kernels. `A` tokens by (rank, token): those that came by need, else all of the
+/// `P` ranks, of which some say nothing. Experts and choices are those of [slices](crate::slices).
 #[derive(Clone, Debug)]
 pub struct Spread<B> {
     /// [A, D]
@@ -176,13 +175,34 @@ pub struct Spread<B> {
     pub weights: B,
     /// u32 [E]: where each expert stands in the order of those that compute them; none: by its id
     pub places: Option<B>,
-    /// Of each chunk u32 [G + 1], and on a GPU [G]
+    /// How tokens came by need, hop by hop; none: all ranks' tokens are here.
+    pub need: Vec<Needed<B>>,
+    /// u32 [G + 1], and on a GPU [G]
     pub offsets: B,
     pub order: B,
     /// u32 [R], [A, K], f32 [R]
     pub rows: B,
     pub pos: B,
     pub row_weights: B,
+}
+
+/// Who needs which tokens of one hop, from forward to backward. Tokens leave once to each rank that
+/// is on the way to one of their experts.
+#[derive(Clone, Debug)]
+pub struct Needed<B> {
+    /// u32 [P + 1]: where the tokens of each rank begin among those here, and how many there are;
+    /// of the last hop alone
+    pub starts: B,
+    /// u32: tokens that leave, by the rank that they go to
+    pub sent: B,
+    /// u32 [T, K]: which of the rows that come back is that of a choice; of the first hop alone
+    pub back: B,
+    /// u32: the row of each choice of the tokens here, in their order: a routed row, or of those
+    /// that the next hop brings back
+    pub choices: B,
+    /// u32 [.., K], of the tokens that leave: which of the rows that come back are sums of its
+    /// choices, one from each rank; empty where the row of each choice comes
+    pub sums: B,
 }
 
 /// What travels of a layer, used by every layer anew; tokens lie as in [`Spread`]. Choices are
@@ -193,18 +213,50 @@ pub struct SpreadScratch<B> {
     /// `Scratch::dx`.
     pub dout: B,
     /// [A, D]: sums over the experts here, or gradients of inputs; [A, K, D] where each expert's
-    /// row comes back. What travels in another format is packed in the one of these two that is not
-    /// in use, or where it does not fit there, in `packed`.
+    /// row comes back, and by need [R, D]. What travels in another format is packed in the one of
+    /// these two that is not in use, or where it does not fit there, in `packed`.
     pub partial: B,
     pub packed: B,
-    /// f32 [A, K]
+    /// f32 [A, K]; by need [R]
     pub ds: B,
-    /// f32 [T, K]: those of the own tokens, where they lie in several chunks
-    pub own_ds: B,
     /// u32 [T, K]: 0, 1, 2 ..
     pub slots: B,
+    /// What leaves by need, and comes back.
+    pub own: Option<OwnChoices<B>>,
+    /// What passes through this rank on its way within the node.
+    pub relay: Option<Relay<B>>,
     /// f32 [T, K / r]: the own `ds` of experts, where these are cut into slices.
     pub choice_ds: Option<B>,
+}
+
+/// The own tokens on their way, by need.
+#[derive(Clone, Debug)]
+pub struct OwnChoices<B> {
+    /// u32 [T, K], f32 [T, K]
+    pub ids: B,
+    pub weights: B,
+    /// `T K` of them
+    pub leaving: Leaving<B>,
+    /// f32 [T, K]: gradients of weights, where they belong
+    pub ds: B,
+}
+
+/// What one hop sends: tokens, and then rows of choices [.., D] and gradients of weights f32 that
+/// came back.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaving<B> {
+    pub rows: B,
+    pub ds: B,
+}
+
+/// Tokens of the ranks of the own place on all nodes that have an expert on this node, and what
+/// goes back to them.
+#[derive(Clone, Debug)]
+pub struct Relay<B> {
+    /// [.., D]
+    pub x: B,
+    pub leaving: Leaving<B>,
+    pub returned: Leaving<B>,
 }
 
 /// Queries and keys before their norm, and its statistics.

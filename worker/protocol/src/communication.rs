@@ -18,7 +18,7 @@ pub enum Verb {
     AllGather,
     /// The numbers of a step between GPUs.
     AllReduce,
-    /// Tokens along rails; between processors sums of gradients and new weights.
+    /// Tokens, and what became of them, between nodes.
     SendRecv,
 }
 

@@ -53,9 +53,6 @@ pub struct WorkerConfig {
     pub ranks: u32,
     #[serde(default, skip_serializing_if = "Exchange::is_flat")]
     pub exchange: Exchange,
-    /// Chunks of a micro-batch's tokens, of which some travel while experts compute another one.
-    #[serde(default = "one", skip_serializing_if = "is_one")]
-    pub overlap_degree: u32,
     /// Kernel threads of this worker; 0 lets it choose.
     pub threads: u32,
 }
@@ -84,9 +81,6 @@ pub(crate) fn one() -> u32 {
 pub(crate) fn is_one(number: &u32) -> bool {
     *number == 1
 }
-
-/// The degrees that a job may have.
-pub const OVERLAP_DEGREES: [u32; 3] = [1, 2, 4];
 
 /// Where an attempt's first state comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -191,22 +191,10 @@ impl AttentionSizes {
     }
 }
 
-/// How a mixture layer's experts are shared out: over so many ranks, in so many chunks of tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sharing {
-    pub ranks: u32,
-    pub chunks: u32,
-}
-
-impl Sharing {
-    /// Each rank has all of them.
-    pub const ALONE: Sharing = Sharing { ranks: 1, chunks: 1 };
-}
-
 /// The mixture layers that a GPU makes kernels for: that of its own tokens, and where experts are
 /// shared out that of the tokens of all, with the experts here alone, and that which sums up rows
 /// of the own ones.
-pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -> Vec<LayerSizes> {
+pub fn layers(model: &ModelConfig, training: &TrainingConfig, ranks: u32) -> Vec<LayerSizes> {
     let (experts, slices) = (&model.experts, model.slices());
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let chooses = model.router.is_of_one_op();
@@ -223,7 +211,6 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
         chooses,
         width: 2 * u64::from(experts.intermediate_size),
     };
-    let Sharing { ranks, chunks } = shared;
     if ranks <= 1 {
         return vec![whole];
     }
@@ -235,7 +222,7 @@ pub fn layers(model: &ModelConfig, training: &TrainingConfig, shared: Sharing) -
         ..whole
     };
     let here = LayerSizes {
-        tokens: tokens.saturating_mul(ranks.into()) / u64::from(chunks.max(1)),
+        tokens: tokens.saturating_mul(ranks.into()),
         experts: slices.count.div_ceil(ranks).into(),
         segments: 1,
         ..of_slices
@@ -259,9 +246,9 @@ pub fn attention(model: &ModelConfig, training: &TrainingConfig) -> AttentionSiz
 pub fn on_gpus(
     model: &ModelConfig,
     training: &TrainingConfig,
-    shared: Sharing,
+    ranks: u32,
 ) -> Vec<SizeRefusal> {
-    let layers = layers(model, training, shared);
+    let layers = layers(model, training, ranks);
     let layers = layers.iter().flat_map(LayerSizes::refused);
     let mut found: Vec<SizeRefusal> = layers.chain(attention(model, training).refused()).collect();
     found.sort_by_key(|refused| (refused.size, std::cmp::Reverse(refused.found)));
@@ -274,12 +261,12 @@ pub fn on_gpus(
 pub fn on_processors(
     model: &ModelConfig,
     training: &TrainingConfig,
-    shared: Sharing,
+    ranks: u32,
 ) -> Option<SizeRefusal> {
     let tokens = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
     let choices = tokens
         .saturating_mul(model.slices().slots.max(1).into())
-        .saturating_mul(shared.ranks.into());
+        .saturating_mul(ranks.into());
     let mut found = RefusalList::default();
     found.at_most(Size::Choices, choices, u64::from(u32::MAX) - 1);
     found.0.pop()

@@ -11,6 +11,7 @@ use crate::mesh::{Mesh, split};
 use crate::model::{ModelConfig, Param, Role};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Elements of a block: the unit of ownership, of statistics and of checkpoint pieces.
 pub const BLOCK: u64 = 4096;
@@ -108,17 +109,53 @@ impl Layout {
             _ => ranks.collect(),
         }
     }
+}
 
-    /// The rank that keeps the second copy of `rank`'s snapshot: the next one on another node.
-    pub fn buddy(&self, rank: u32, node_of_rank: &[u32]) -> Option<u32> {
-        let world = self.mesh.world();
-        (1..world)
-            .map(|step| (rank + step) % world)
-            .find(|other| node_of_rank[*other as usize] != node_of_rank[rank as usize])
+/// The rank that keeps the second copy of each rank's snapshot: that of the same place on the next
+/// node, so that each rank of a node sends to another one. None: there is one node.
+pub fn buddies(node_of_rank: &[u32]) -> Vec<Option<u32>> {
+    let mut ranks: Vec<(u32, Vec<u32>)> = Vec::new();
+    let mut at = BTreeMap::new();
+    let mut seats = Vec::new();
+    for (rank, node) in (0..).zip(node_of_rank) {
+        let node = *at.entry(*node).or_insert_with(|| {
+            ranks.push((*node, Vec::new()));
+            ranks.len() - 1
+        });
+        seats.push((node, ranks[node].1.len()));
+        ranks[node].1.push(rank);
     }
+    let buddy = |(node, place): (usize, usize)| {
+        let next = &ranks[(node + 1) % ranks.len()].1;
+        (ranks.len() > 1).then(|| next[place % next.len()])
+    };
+    seats.into_iter().map(buddy).collect()
 }
 
 /// Which of the MoE layers `layer` is.
 pub(crate) fn mixture_row(model: &ModelConfig, layer: u32) -> usize {
     (0..layer).filter(|layer| model.is_moe_layer(*layer)).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By node of each rank, as a letter: who keeps whose second copy.
+    fn told(nodes: &str) -> String {
+        let nodes: Vec<u32> = nodes.bytes().map(u32::from).collect();
+        let of = |buddy: Option<u32>| buddy.map_or("-".to_string(), |rank| rank.to_string());
+        buddies(&nodes).into_iter().map(of).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn each_rank_of_a_node_sends_its_copy_to_another_one_of_the_next_node() {
+        assert_eq!(told("aaaabbbb"), "4 5 6 7 0 1 2 3");
+        assert_eq!(told("aabbcc"), "2 3 4 5 0 1");
+        assert_eq!(told("abab"), "1 0 3 2");
+        // A node with fewer ranks keeps copies of several.
+        assert_eq!(told("aaabbc"), "3 4 3 5 5 0");
+        assert_eq!(told("aaa"), "- - -");
+        assert_eq!(told(""), "");
+    }
 }

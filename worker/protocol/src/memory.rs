@@ -28,6 +28,7 @@ use crate::model::{AuxLossScope, ModelConfig};
 use crate::owners::Holders;
 use crate::rails::Rails;
 use crate::rows::{RowCounts, row_counts};
+use crate::workspace;
 
 /// The memory of one rank in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -189,6 +190,16 @@ pub enum Rows {
     Fixed(u64),
     /// A row per (token, expert) that this rank computes.
     Routed,
+    /// A row per token that comes to this rank's experts, of which each has a routed row.
+    Arrived,
+    /// A row per choice of the own tokens.
+    Chosen,
+    /// A row per token that passes through this rank on its way within the node, and one per choice
+    /// of these that is of an expert there.
+    Relayed,
+    RelayedChoices,
+    /// A row a byte of [`Shape::workspace`].
+    Workspace,
 }
 
 /// Lays out buffers: for a device, or to count them.
@@ -245,10 +256,10 @@ pub struct Shape {
     pub rails: Option<Rails>,
     /// Experts do not lie in the order of those that compute them.
     pub shuffled: bool,
-    /// Chunks in which a micro-batch's tokens travel to experts of others.
-    pub chunks: u64,
     /// As what these tokens travel.
     pub formats: Formats,
+    /// The row of each expert comes back to its token by itself.
+    pub combines_each: bool,
     pub numbers: NumberCounts,
     pub recompute: Recompute,
     /// Those that the rank holds.
@@ -269,10 +280,13 @@ pub struct Shape {
     pub documents: bool,
     /// Not all targets of a step may count, and a device must be told how many do.
     pub masked: bool,
-    /// Bytes that attention, the mixture layer and the head use in turn.
-    pub workspace: u64,
+    /// Bytes that attention, the mixture layer and the head use in turn, with even routing and at
+    /// most.
+    pub workspace: [u64; 2],
     pub balanced: RowCounts,
     pub worst: RowCounts,
+    /// Choices of the own tokens, as a rule and at most.
+    pub chosen: [u64; 2],
 }
 
 impl Shape {
@@ -312,8 +326,8 @@ impl Shape {
             expert_place: group.iter().take_while(|other| **other != rank).count() as u64,
             shuffled: layout.placement != Placement::Contiguous,
             rails: None,
-            chunks: 1,
             formats: training.compute.formats(types.element, model.slices().slots),
+            combines_each: training.compute.combines_each(),
             numbers: NumberCounts::new(model),
             recompute: training.recompute,
             buckets: shapes::of(model, &holders, rank, training.compute.zero),
@@ -329,31 +343,69 @@ impl Shape {
             cached: 0,
             documents: true,
             masked: false,
-            workspace: workspace(model, training, &types, tokens, [mesh.ep.into(), 1]),
+            workspace: {
+                let of = |rows: u64| workspace::bytes(model, [tokens, rows], training, &types);
+                let slots = u64::from(model.slices().slots).max(1);
+                // Kernels of GPUs have room for all that may come.
+                let most = of(u64::from(mesh.ep).max(1) * tokens * slots);
+                match training.compute.backend {
+                    Backend::Cpu => [of(balanced.routed.max(tokens)).min(most), most],
+                    Backend::Cuda => [most; 2],
+                }
+            },
             balanced,
             worst,
+            chosen: {
+                let slices = model.slices();
+                [slices.per_token, slices.slots].map(|each| tokens * u64::from(each))
+            },
         }
     }
 }
 
 impl Shape {
-    /// The same in so many chunks, where tokens are sent to experts of others.
-    ///
-    /// # Panics
-    /// Tokens are no whole number for each chunk: a manifest that says so is refused.
-    #[must_use]
-    pub fn in_chunks(self, model: &ModelConfig, training: &TrainingConfig, degree: u32) -> Shape {
-        let (ranks, tokens) = (self.expert_parallel, self.tokens);
-        let chunks = if ranks > 1 { degree.max(1).into() } else { 1 };
-        assert!(tokens.is_multiple_of(chunks), "{tokens} tokens in {chunks} chunks");
-        let workspace = workspace(model, training, &self.types, tokens, [ranks, chunks]);
-        Shape { chunks, workspace, ..self }
+    /// Tokens of an expert group go to the ranks alone that have an expert of them, in lists: where
+    /// ranks do not read each other's memory, so between processors and between nodes. Rows are
+    /// what is computed with.
+    pub fn by_need(&self) -> bool {
+        let far = self.rails.is_some() || (self.on_cpu && self.combines_each);
+        self.expert_parallel > 1 && far && !self.formats.packs()
+    }
+
+    /// Exchanges that tokens pass by need: between nodes and within them, or all at once. None
+    /// travels by need: 0.
+    pub fn hops(&self) -> usize {
+        match self.rails {
+            _ if !self.by_need() => 0,
+            Some(rails) if rails.places > 1 => 2,
+            _ => 1,
+        }
+    }
+
+    /// How many rows a buffer has, with even routing and at most.
+    pub fn rows(&self, rows: Rows) -> [u64; 2] {
+        let all = self.tokens * self.expert_parallel;
+        let [even, worst] = [&self.balanced, &self.worst].map(|of| of.routed);
+        let [own, most] = self.chosen;
+        match rows {
+            Rows::Fixed(rows) => [rows; 2],
+            Rows::Routed => [even, worst],
+            Rows::Arrived => [all.min(even), all.min(worst)],
+            Rows::Chosen => [own, most],
+            Rows::Relayed | Rows::RelayedChoices => {
+                let nodes = self.rails.map_or(1, |rails| rails.nodes as u64);
+                let of_token = if rows == Rows::Relayed { 1 } else { most / self.tokens.max(1) };
+                let worst = nodes * self.tokens * of_token;
+                [own.min(worst), worst]
+            }
+            Rows::Workspace => self.workspace,
+        }
     }
 
     /// Tokens that travel between GPUs do so from where they were made: nothing else is made of
     /// them before, and the own ones lie in one piece among those of the group.
     pub fn leaves_in_place(&self) -> bool {
-        self.chunks == 1 && !self.formats.packs() && !self.drops_input
+        !self.by_need() && !self.formats.packs() && !self.drops_input
     }
 
     /// Through windows, tokens and what becomes of them are read where they lie: they travel as
@@ -383,23 +435,22 @@ impl NumberCounts {
     }
 }
 
-/// Bytes of the workspace, where so many ranks share the experts in so many chunks.
-fn workspace(
-    model: &ModelConfig,
-    training: &TrainingConfig,
-    types: &Types,
-    tokens: u64,
-    [ranks, chunks]: [u64; 2],
-) -> u64 {
-    // The router's own op is of the own tokens.
-    let routed = tokens.max(ranks * tokens / chunks);
-    crate::workspace::bytes(model, [tokens, routed], training, types)
-}
-
 /// Bytes of parameters that one exchange of gradients or weights moves; more take several.
 pub const EXCHANGE_BYTES_MAX: u64 = 16 << 20;
-/// Bytes that one direction of one peer's pipe may hold (`worker::comm`).
+/// Bytes that one direction of one peer's pipe may hold at most (`worker::comm`).
 pub const PIPE_BYTES: u64 = 512 << 10;
+/// And what stands before them.
+pub const PIPE_HEAD: u64 = 2048;
+/// All pipes of a worker together take no more, up to 4,096 ranks.
+const PIPES_BYTES_MAX: u64 = 256 << 20;
+
+/// Bytes that one direction of one peer's pipe may hold in a world of so many ranks, of which each
+/// worker has `ranks`: the more pairs, the fewer bytes most of them carry.
+pub fn pipe_bytes(ranks: u64, world: u64) -> u64 {
+    let each = PIPES_BYTES_MAX / (2 * ranks * world).max(1);
+    let most = each.saturating_sub(PIPE_HEAD) / PIPE_HEAD * PIPE_HEAD;
+    most.clamp(PIPE_HEAD, PIPE_BYTES)
+}
 /// Snapshots that are kept: of the attempt's start or the newest two, whatever their interval.
 pub const GENERATIONS: u64 = 2;
 /// The process itself: code that is paged in, thread stacks, packed operands, small tables.

@@ -18,17 +18,16 @@ const CHUNK_STEP: u64 = 256;
 /// Where buffers start.
 const ALIGNMENT: u64 = 256;
 
-/// Bytes of the workspace of a rank with `tokens` of a micro-batch, whose experts compute `routed`
-/// tokens at once.
+/// Bytes of the workspace of a rank with `tokens` of a micro-batch, whose experts compute `rows`.
 pub fn bytes(
     model: &ModelConfig,
-    [tokens, routed]: [u64; 2],
+    [tokens, rows]: [u64; 2],
     training: &TrainingConfig,
     types: &Types,
 ) -> u64 {
     let gpu = training.compute.backend == crate::config::Backend::Cuda;
     let head = head_bytes(tokens, model.vocab_size.into(), types.element.bytes(), gpu);
-    head.max(attention(model, tokens)).max(mixture(model, routed, types))
+    head.max(attention(model, tokens)).max(mixture(model, rows, types))
 }
 
 /// Bytes of a head's scratch, as `HeadDesc::plan` of the kernels has it.
@@ -48,11 +47,11 @@ fn attention(model: &ModelConfig, tokens: u64) -> u64 {
     rows * u64::from(model.q_size()) * 4 + rows * u64::from(model.num_attention_heads) * 8 + 65536
 }
 
-fn mixture(model: &ModelConfig, tokens: u64, types: &Types) -> u64 {
+fn mixture(model: &ModelConfig, rows: u64, types: &Types) -> u64 {
     let experts = &model.experts;
     let (count, dim) = (u64::from(experts.count), u64::from(model.hidden_size));
     let slices = model.slices();
-    let rows = tokens.saturating_mul(slices.slots.into());
+    let tokens = rows.div_ceil(u64::from(slices.slots).max(1));
     let row = u64::from(slices.width).max(dim) + dim;
     let of_token = count.next_multiple_of(8) + 16 * u64::from(slices.slots);
     let tables = tokens.saturating_mul(of_token);

@@ -22,6 +22,7 @@ use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::ScaleEntry;
 use moejob_protocol::config::Resume;
+use moejob_protocol::layout;
 use moejob_protocol::report::{Detail, Event, EventKind};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -385,8 +386,8 @@ pub(crate) fn resumes_in_place(config: &WorkerConfig, buddies: &[Option<u32>]) -
     }
 }
 
-/// The rank that keeps each rank's second copy: the next on another node, else the next of another
-/// worker. The ranks of one worker are lost together.
+/// The rank that keeps each rank's second copy, on another node, else of another worker. The ranks
+/// of one worker are lost together.
 pub(crate) fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
     // The first rank on each node stands for it.
     let mut first = BTreeMap::new();
@@ -394,13 +395,11 @@ pub(crate) fn buddies(config: &WorkerConfig) -> Vec<Option<u32>> {
         first.entry(member.node.as_str()).or_insert(member.rank);
     }
     let node = |rank: u32| config.member_of(rank).map_or(rank, |of| first[of.node.as_str()]);
-    let world = config.layout.mesh.world();
-    let nodes: Vec<u32> = (0..world).map(node).collect();
-    let next = |rank: u32| {
-        let others = (1..world).map(|more| (rank + more) % world);
-        others.into_iter().find(|other| !config.are_near(*other, rank))
-    };
-    (0..world).map(|rank| config.layout.buddy(rank, &nodes).or_else(|| next(rank))).collect()
+    let ranks = 0..config.layout.mesh.world();
+    let nodes: Vec<u32> = ranks.clone().map(node).collect();
+    let one = nodes.windows(2).all(|of| of[0] == of[1]);
+    let worker = |rank: u32| config.member_of(rank).map_or(rank, |of| of.rank);
+    layout::buddies(&if one { ranks.map(worker).collect() } else { nodes })
 }
 
 /// In fp16: goes on with the loss scale of the resumed shards, of which a rank may have none. They

@@ -7,7 +7,6 @@
 
 use crate::engine::machine::device_error;
 use crate::engine::model::Model;
-use crate::engine::portion::part;
 use crate::engine::step::{Engine, StepError};
 use crate::failure::chain;
 use moejob_kernels::{ArenaPlan, Buffer, DType, Device};
@@ -23,8 +22,7 @@ struct ArenaPlanner<'a> {
     growing: Option<Growing>,
 }
 
-/// Buffers of routed rows that have memory for some of them: each of the rows of the worst case, in
-/// as many equal parts as there are chunks.
+/// Buffers of routed rows that have memory for some of those of the worst case.
 #[derive(Debug, Default)]
 pub(crate) struct Growing(Vec<Buffer>);
 
@@ -67,25 +65,23 @@ fn grows(device: &Device, worst: usize) -> bool {
 }
 
 impl Growing {
-    /// What has memory where there is room for `rows` of all chunks.
+    /// What has memory where there is room for `rows`.
     fn pieces(&self, shape: &Shape, rows: usize) -> Vec<Buffer> {
-        let (worst, chunks) = (shape.worst.routed as usize, shape.chunks as usize);
-        let of_chunk = rows.div_ceil(chunks) + TILE_ROWS;
-        let piece = |(buffer, chunk): (&Buffer, usize)| {
-            let (all, of_row) = (part(*buffer, chunk, chunks), buffer.len() / worst.max(1));
-            all.slice(0, (of_chunk * of_row).min(all.len()))
+        let worst = shape.worst.routed as usize;
+        let piece = |all: &Buffer| {
+            let of_row = all.len() / worst.max(1);
+            all.slice(0, ((rows + TILE_ROWS) * of_row).min(all.len()))
         };
-        let each = |buffer| (0..chunks).map(move |chunk| (buffer, chunk));
-        self.0.iter().flat_map(each).map(piece).collect()
+        self.0.iter().map(piece).collect()
     }
 }
 
 impl Model {
-    /// Rows of a chunk for which this rank has memory.
+    /// Rows for which this rank has memory.
     pub(crate) fn routed_room(&self) -> usize {
         match (&self.growing, &self.device) {
             (None, Device::Cuda(_)) => self.shape.worst.routed as usize,
-            _ => self.group.room().div_ceil(self.shape.chunks as usize),
+            _ => self.group.room(),
         }
     }
 }
@@ -115,11 +111,7 @@ impl Engine {
 impl ArenaPlanner<'_> {
     /// Of so many rows in the worst case.
     fn elements(&self, rows: Rows, width: u64) -> usize {
-        let rows = match rows {
-            Rows::Fixed(rows) => rows,
-            Rows::Routed => self.shape.worst.routed,
-        };
-        (rows * width) as usize
+        (self.shape.rows(rows)[1] * width) as usize
     }
 }
 

@@ -65,45 +65,40 @@ impl Overlap {
     }
 }
 
-/// How tokens travel beside the experts' products, for measurements: how many blocks move them at
-/// most, `16`, and how many multiprocessors products leave free meanwhile, `16/8`; as many, unless
-/// it says so. `0`: what travels in one chunk does so between products. The same on every rank of a
-/// job.
-pub const ENV_CHUNKS: &str = "MOEJOB_CHUNKS";
+/// How tokens travel beside products in backward, for measurements: how many blocks move them at
+/// most, `4`, and how many multiprocessors products leave free meanwhile, `4/8`; as many, unless it
+/// says so. `0`: they travel between products. The same on every rank of a job.
+pub const ENV_BESIDE: &str = "MOEJOB_BESIDE";
 
-/// Of several chunks. Through windows 16 fill a link, which products hide; and each takes a
-/// multiprocessor from them.
-const CHUNKED_BLOCKS: u32 = 16;
-/// Of what goes back beside the gradient of up, which takes eight times as long as a link does.
-const ONE_CHUNK_BLOCKS: u32 = 4;
+/// The gradient of up takes eight times as long as a link does with 16 blocks.
+const BLOCKS: u32 = 4;
 
-/// What [`ENV_CHUNKS`] says.
+/// What [`ENV_BESIDE`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Chunked {
-    /// Of NCCL's kernels and of those that use windows; none in one chunk that waits.
+pub(crate) struct BesideProducts {
+    /// Of kernels that use windows; none: they wait.
     pub blocks: u32,
     pub free: usize,
 }
 
-impl Chunked {
-    pub fn said(chunks: u64) -> Chunked {
-        Chunked::parse(std::env::var(ENV_CHUNKS).ok().as_deref(), chunks)
+impl BesideProducts {
+    pub fn said() -> BesideProducts {
+        BesideProducts::parse(std::env::var(ENV_BESIDE).ok().as_deref())
     }
 
-    fn parse(said: Option<&str>, chunks: u64) -> Chunked {
-        let blocks = if chunks > 1 { CHUNKED_BLOCKS } else { ONE_CHUNK_BLOCKS };
-        let usual = Chunked { blocks, free: blocks as usize };
+    fn parse(said: Option<&str>) -> BesideProducts {
+        let of = |blocks, free| BesideProducts { blocks, free: free as usize };
+        let usual = of(BLOCKS, BLOCKS);
         let Some(said) = said.map(str::trim).filter(|said| !said.is_empty()) else { return usual };
         let parts: Result<Vec<u32>, _> = said.split('/').map(str::parse).collect();
-        let read = match parts.as_deref() {
-            Ok([blocks]) => Some(Chunked { blocks: *blocks, free: *blocks as usize }),
-            Ok([blocks, free]) => Some(Chunked { blocks: *blocks, free: *free as usize }),
-            _ => None,
-        };
-        read.filter(|read| read.blocks > 0 || chunks == 1).unwrap_or_else(|| {
-            tracing::warn!("{ENV_CHUNKS}={said} is not `16` or `16/8`: ignored");
-            usual
-        })
+        match parts.as_deref() {
+            Ok([blocks]) => of(*blocks, *blocks),
+            Ok([blocks, free]) => of(*blocks, *free),
+            _ => {
+                tracing::warn!("{ENV_BESIDE}={said} is not `4` or `4/8`: ignored");
+                usual
+            }
+        }
     }
 }
 
@@ -182,19 +177,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_chunks_is_read() {
-        let of = |blocks, free| Chunked { blocks, free };
-        for (chunks, blocks) in [(1, ONE_CHUNK_BLOCKS), (2, CHUNKED_BLOCKS)] {
-            let usual = of(blocks, blocks as usize);
-            let parse = |said| Chunked::parse(said, chunks);
-            assert_eq!(parse(None), usual);
-            for said in [" ", "off", "8/", "8/-1", "1/2/3", "4294967296"] {
-                assert_eq!(parse(Some(said)), usual, "{said:?}");
-            }
-            assert_eq!(parse(Some("0")), if chunks == 1 { of(0, 0) } else { usual });
-            assert_eq!(parse(Some(" 8 ")), of(8, 8));
-            assert_eq!(parse(Some("32/0")), of(32, 0));
+    fn what_is_said_of_products_is_read() {
+        let of = |blocks, free| BesideProducts { blocks, free };
+        let (usual, parse) = (of(BLOCKS, BLOCKS as usize), BesideProducts::parse);
+        assert_eq!(parse(None), usual);
+        for said in [" ", "off", "8/", "8/-1", "1/2/3", "4294967296"] {
+            assert_eq!(parse(Some(said)), usual, "{said:?}");
         }
+        assert_eq!(parse(Some("0")), of(0, 0));
+        assert_eq!(parse(Some(" 8 ")), of(8, 8));
+        assert_eq!(parse(Some("32/0")), of(32, 0));
     }
 
     #[test]

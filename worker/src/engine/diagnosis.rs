@@ -73,16 +73,11 @@ impl Model {
                     return Some(format!("the router of layer {layer}"));
                 }
                 let width = 2 * self.slices().width;
-                // Where experts are shared out, those here come first to last in each chunk.
                 let offsets = fused.spread.as_ref().map_or(fused.offsets, |spread| spread.offsets);
                 let ends: Vec<u32> = self.device.read_vec(offsets);
                 if let Some(at) = self.first_bad(fused.h) {
                     let held = self.layout.experts(&self.config, layer as u32, self.rank);
-                    let chunks = self.shape.chunks as usize;
-                    let (rows, table) = (fused.h.len() / width / chunks, ends.len() / chunks);
-                    let (chunk, row) = (at / width / rows, at / width % rows);
-                    let ends = &ends[chunk * table..][..table];
-                    let at = ends[1..].partition_point(|end| *end as usize <= row);
+                    let at = ends[1..].partition_point(|end| *end as usize <= at / width);
                     let expert = *held.get(at)? as usize / self.slices().each;
                     return Some(format!("expert {expert} of layer {layer}"));
                 }

@@ -13,7 +13,7 @@ use crate::state::rank::{DeviceError, RankState};
 use moejob_kernels::KernelError;
 use moejob_protocol::config::{DataConfig, DataSource, TokenType, TrainingConfig};
 use moejob_protocol::layout::Layout;
-use moejob_protocol::kernel_sizes::{Sharing, on_gpus};
+use moejob_protocol::kernel_sizes::on_gpus;
 use moejob_protocol::memory::{RankMemory, Shape, model_memory};
 use moejob_protocol::mesh::Mesh;
 use moejob_protocol::model::ModelConfig;
@@ -123,7 +123,7 @@ impl Computer {
         let batch = (together / u64::from(sequence_length)).max(1) as u32;
         let mut training = self.planned(sequence_length, batch);
         let is_too_much = |training: &TrainingConfig| {
-            let refused = on_gpus(config, training, Sharing::ALONE).into_iter();
+            let refused = on_gpus(config, training, 1).into_iter();
             refused.into_iter().any(|of| of.size.is_of_tokens())
         };
         while self.is_gpu() && training.micro_batch_size > 1 && is_too_much(&training) {

@@ -18,7 +18,7 @@ use moejob_protocol::buffers::Gated;
 use moejob_protocol::model::QkNorm;
 
 /// One call is one round: a micro-batch here and one on each peer of the expert group
-/// (`spread.rs`); a rank without one has `tokens == 0`.
+/// (`expert_parallel.rs`); a rank without one has `tokens == 0`.
 pub struct Pass<'a> {
     pub(crate) model: &'a mut Model,
     pub(crate) links: &'a mut Links,

@@ -14,8 +14,9 @@ use moejob_kernels::cuda::{
     Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Saved, Weights,
 };
 use moejob_kernels::{
-    Buffer, DType, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
-    MoeRoute, RouteGroups,
+    Buffer, DType, Each, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden,
+    MoePlace,
+    MoeRoute, RouteGroups, Sources,
 };
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};
@@ -95,6 +96,7 @@ impl Model {
             saved: saved(fused, t, self.fused?.tokens, [self.expert_count(), self.top_k()]),
             workspace: self.buffers.scratch.workspace,
             loss_scale: self.buffers.numbers.loss_scale,
+            starts: None,
         })
     }
 }
@@ -131,7 +133,7 @@ impl Pass<'_> {
         let Some(tensors) = self.model.moe_tensors(layer, t) else { return };
         let own = (t > 0).then_some(tensors);
         if self.model.here.is_some() {
-            return self.spread_forward(layer, own, out);
+            return self.shared_experts_forward(layer, own, out);
         }
         let Some(tensors) = own else { return };
         if self.model.plain {
@@ -140,7 +142,7 @@ impl Pass<'_> {
         }
         self.choose(layer, &desc, &tensors);
         self.place_all(&desc, &tensors);
-        self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each: false });
+        self.model.device.moe_experts(&MoeExperts { desc, tensors, out, each: None });
     }
 
     /// The experts of each own token, and what is recorded of that.
@@ -157,17 +159,16 @@ impl Pass<'_> {
 
     /// Where the rows of each expert lie, all of which are here.
     fn place_all(&mut self, desc: &MoeDesc, tensors: &MoeTensors) {
-        let (tokens, top_k, saved) = (desc.tokens, desc.top_k, tensors.saved);
+        let (top_k, saved) = (desc.top_k, tensors.saved);
         self.model.device.moe_place(&MoePlace {
             top_k,
-            tokens,
-            present: 1,
-            ranks: 1,
+            sources: Sources::Even { ranks: 1, each: desc.tokens, present: 1 },
             first: 0,
             locals: desc.experts,
             room: desc.slots(),
             overflows: self.model.routed_overflows(),
             saved,
+            choices: None,
         });
     }
 
@@ -181,7 +182,7 @@ impl Pass<'_> {
             self.drop_input(layer, t);
         }
         if self.model.here.is_some() {
-            return self.spread_backward(layer, own, leaf);
+            return self.shared_experts_backward(layer, own, leaf);
         }
         let Some(tensors) = own else { return };
         let (Some(dense), Some(Some(stacks))) = (leaf.dense, leaf.stacks.get(layer)) else {
@@ -218,6 +219,7 @@ impl Pass<'_> {
             dout,
             dx,
             each,
+            choices: Each::Slots,
             ds,
             gradients,
             up_later,

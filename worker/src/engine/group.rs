@@ -6,6 +6,7 @@ use moejob_protocol::layout::Layout;
 use moejob_protocol::model::ModelConfig;
 use moejob_protocol::rails::Rails;
 use moejob_protocol::rows::{RowCounts, row_counts};
+use std::ops::Range;
 
 #[derive(Clone, Debug)]
 pub struct ExpertGroup {
@@ -78,10 +79,13 @@ impl ExpertGroup {
         rooms(self) != before
     }
 
-    /// Those with which it exchanges parcels: with rails the others of its own.
+    /// Those with which it exchanges parcels: with rails the others of its own, and of its node.
     pub(crate) fn partners(&self) -> Vec<u32> {
         match self.rails {
-            Some(rails) => rails.along(self.me).map(|position| self.ranks[position]).collect(),
+            Some(rails) => {
+                let here = rails.on_node(rails.node(self.me)).filter(|at| *at != self.me);
+                rails.along(self.me).chain(here).map(|position| self.ranks[position]).collect()
+            }
             None if self.is_alone() => Vec::new(),
             None => self.ranks.clone(),
         }
@@ -102,6 +106,13 @@ impl ExpertGroup {
             }
             None => worst.routed as usize,
         }
+    }
+
+    /// Places of the experts that lie with each run of so many ranks.
+    pub(crate) fn places(&self, layer: usize, ranks: usize) -> Vec<Range<u32>> {
+        let first = &self.layers[layer].first;
+        let begins = first.iter().step_by(ranks);
+        begins.clone().zip(begins.skip(1)).map(|(begin, end)| *begin..*end).collect()
     }
 
     /// Nothing travels.

@@ -11,13 +11,13 @@
 //! The first failure is kept, later verbs do nothing, and [`Links::check`] tells it. What was
 //! computed since then says nothing.
 
+mod by_need;
 mod carried;
 mod files;
 mod host;
 mod ledger;
 mod meet;
 mod nccl;
-mod needed;
 mod packing;
 mod peer;
 mod shared;
@@ -41,6 +41,7 @@ use std::sync::Arc;
 
 pub use nccl::NoLinks;
 pub(crate) use nccl::entry;
+pub(crate) use by_need::{Back, Hop, Journey, OwnTokens, Route};
 pub(crate) use files::{Desk, Seat};
 #[cfg(test)]
 pub(crate) use ledger::OfVerb;
@@ -64,7 +65,6 @@ pub struct Links {
     windows: Option<Arc<Windows>>,
     /// The step that is enqueued, for the record of a failure.
     step: u32,
-    by_need: bool,
     ledger: Ledger,
 }
 
@@ -85,8 +85,6 @@ pub(crate) struct Groups {
     pub shared: Vec<Vec<u32>>,
     /// Those with which this rank exchanges parcels in a step.
     pub parcels: Vec<u32>,
-    /// Multiprocessors of what they share at most, where it travels beside products.
-    pub ctas_max: Option<u32>,
 }
 
 /// How device buffers travel.
@@ -129,21 +127,13 @@ impl Links {
 
     fn by(way: Way, comm: Comm, beside: bool) -> Links {
         let (failure, windows, ledger) = (None, None, Ledger::default());
-        let (step, by_need) = (0, false);
-        Links { way, comm, failure, beside, windows, step, by_need, ledger }
+        Links { way, comm, failure, beside, windows, step: 0, ledger }
     }
 
     /// Between GPUs through the hosts' memory, which is slow and needs no NCCL: for tests of
     /// several ranks on one GPU.
     pub fn carried(comm: Comm) -> Links {
         Links::by(Way::Carried(Carried::default()), comm, false)
-    }
-
-    /// The same links, between processors, with what reaches an expert group's ranks through
-    /// windows alone: tokens that a rank does not need are no numbers there. For tests.
-    #[must_use]
-    pub fn by_need(self) -> Links {
-        Links { by_need: true, ..self }
     }
 
     /// Tokens of the own expert group travel through windows, or between processors, which do all

@@ -1,7 +1,7 @@
 //! A device and all that one rank computes with it: how it is opened and left.
 
 use crate::data::DataError;
-use crate::engine::beside::{Chunked, ENV_OVERLAP, Overlap};
+use crate::engine::beside::{ENV_OVERLAP, Overlap};
 use crate::engine::flight::Flights;
 use crate::engine::graphs::{ENV_GRAPHS, Graphs, Paces, Use};
 use crate::engine::links::{Aside, Groups, Links, NoLinks, NotLeft, PATIENCE, PeerUse};
@@ -84,15 +84,14 @@ fn expert_groups(mesh: &Mesh, rails: Option<Rails>) -> Vec<Vec<u32>> {
     groups.flat_map(|group| group.chunks(size).map(<[u32]>::to_vec).collect::<Vec<_>>()).collect()
 }
 
-/// By which tokens of expert groups travel between GPUs; none: from each rank to each.
+/// By which tokens of expert groups travel between nodes; none: from each rank to each.
 fn rails(config: &WorkerConfig, rank: u32) -> Option<Rails> {
     let (mesh, ranks) = (&config.layout.mesh, config.ranks.max(1));
-    let wanted = config.training.compute.backend == Backend::Cuda
-        && config.exchange == Exchange::Hierarchical;
+    let wanted = config.exchange == Exchange::Hierarchical;
     let rails = Rails::of(mesh, ranks).filter(|_| wanted);
     if wanted && rails.is_none() && !ranks.is_multiple_of(mesh.ep) && rank == 0 {
         tracing::warn!(
-            "tokens travel from each GPU to each, for nodes have different numbers of ranks of an \
+            "tokens travel from each rank to each, for nodes have different numbers of ranks of an \
              expert group"
         );
     }
@@ -180,7 +179,6 @@ impl Engine {
         shape.documents = config.data.reset_at_boundaries;
         shape.masked = config.data.mask_at_boundaries && !shape.on_cpu;
         shape.rails = rails(config, rank);
-        let shape = shape.in_chunks(&config.model, training, config.overlap_degree);
         let mut model = Model::on(device, shape, &config.model, &config.layout, rank, training)?;
         told("its memory");
         let links = match training.compute.backend {
@@ -193,13 +191,13 @@ impl Engine {
                     None => model.places.groups(),
                     Some(_) => Vec::new(),
                 };
-                groups.extend(expert_groups(&config.layout.mesh, model.shape.rails));
+                if !model.shape.by_need() {
+                    groups.extend(expert_groups(&config.layout.mesh, model.shape.rails));
+                }
                 groups.sort();
                 groups.dedup();
                 let parcels = model.group.partners();
-                let chunks = model.shape.chunks;
-                let ctas_max = (chunks > 1).then(|| Chunked::said(chunks).blocks);
-                let groups = Groups { shared: groups, parcels, ctas_max };
+                let groups = Groups { shared: groups, parcels };
                 let (aside, near) = (aside.as_ref(), model.near(PeerUse::said(), PATIENCE));
                 Links::between_gpus(comm, &mut model.device, &groups, aside, near.as_ref())?
             }

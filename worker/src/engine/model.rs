@@ -9,17 +9,16 @@
 //! Letters: `T` tokens, `D` model, `N` heads, `H` head dim, `F` hidden, `V` vocabulary.
 
 use crate::engine::arena::{Growing, dtype, lay_out};
-use crate::engine::beside::Chunked;
+use crate::engine::beside::BesideProducts;
+use crate::engine::local_experts::{LEGS, local_experts, sums_of_slices};
 use crate::engine::fused;
 use crate::engine::gate::{Noise, gates};
 use crate::engine::group::ExpertGroup;
 use crate::engine::lane::Lane;
-use crate::engine::links::window_wanted;
+use crate::engine::links::{Route, window_wanted};
 use crate::engine::handles::{Dense, ExpertStacks};
 use crate::engine::numbers::Numbers;
 use crate::engine::places::Places;
-use crate::engine::portion::LEGS;
-use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
 use moejob_kernels::cuda::{AttentionDesc, GateShape, MoeDesc, Refusal, StepKernels};
 use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
@@ -51,8 +50,10 @@ pub struct Model {
     /// The mixture layer as one op.
     pub(crate) fused: Option<MoeDesc>,
     /// Its part at this rank, where experts are shared out over ranks.
-    pub(crate) here: Option<Here>,
+    pub(crate) here: Option<MoeDesc>,
     pub group: ExpertGroup,
+    /// `[layer]`: how its tokens travel by need, hop by hop, from forward to backward.
+    pub(crate) routes: Vec<Vec<Route>>,
     /// Routed rows that have memory for fewer than the worst case.
     pub(crate) growing: Option<Growing>,
     pub(crate) numbers: Numbers,
@@ -153,9 +154,9 @@ impl Model {
             (0..shape.tokens as usize).map(|token| (token % sequence) as u32).collect();
         device.write(buffers.batch.positions, &positions);
         let targets = f64::from(training.global_batch_size) * sequence as f64;
-        let beside = Chunked::said(shape.chunks);
+        let beside = BesideProducts::said();
         if shape.expert_parallel > 1 && beside.blocks > 0 {
-            device.open_token_lane(LEGS * shape.chunks as usize, beside.free)?;
+            device.open_token_lane(LEGS, beside.free)?;
         }
         group.write_tables(&buffers.layers, &mut device);
         let scaled = shape.types.scaled;
@@ -165,6 +166,7 @@ impl Model {
             growing,
             numbers: Numbers::new(config, &params, &shape.numbers),
             group,
+            routes: vec![Vec::new(); layers as usize],
             mixture,
             plain: config.router.is_of_one_op(),
             loaded: 0,
@@ -341,12 +343,11 @@ fn layers(
     rank: u32,
     shape: &Shape,
     router_scale: f64,
-) -> (Option<MoeDesc>, Option<Here>) {
+) -> (Option<MoeDesc>, Option<MoeDesc>) {
     let mixture = (0..config.num_hidden_layers).filter(|layer| config.is_moe_layer(*layer));
     let mixture: Vec<usize> = mixture.map(|layer| layer as usize).collect();
     let fused = (!mixture.is_empty()).then(|| layer_desc(config, shape, router_scale));
-    let of = (&mixture[..], shape);
-    let here = fused.and_then(|whole| Here::new(config, layout, rank, of, &whole));
+    let here = fused.and_then(|whole| local_experts(config, layout, rank, &mixture, &whole));
     (fused, here)
 }
 
@@ -355,15 +356,11 @@ fn descs(
     config: &ModelConfig,
     shape: &Shape,
     fused: Option<MoeDesc>,
-    here: Option<Here>,
+    here: Option<MoeDesc>,
 ) -> Vec<MoeDesc> {
-    // Rows of each expert of the own tokens are summed up chunk by chunk.
-    let own = fused.zip(here).filter(|_| shape.formats.returns_each());
-    let own = own.and_then(|(whole, here)| match shape.chunks {
-        1 => sums_of_slices(config, &whole),
-        _ => Some(here.own()),
-    });
-    fused.into_iter().chain(here.map(|here| here.desc)).chain(own).collect()
+    let own = fused.filter(|_| here.is_some() && shape.formats.returns_each());
+    let own = own.and_then(|whole| sums_of_slices(config, &whole));
+    fused.into_iter().chain(here).chain(own).collect()
 }
 
 /// Attention of whole sequences, and of documents that are kept apart where there may be some: that
@@ -460,6 +457,6 @@ fn prepare(
         device.gate_load(&gate)?;
         bytes = bytes.max(device.gate_workspace([gate.tokens, gate.experts, gate.top_k]));
     }
-    shape.workspace = bytes as u64;
+    shape.workspace = [shape.workspace[0].min(bytes as u64), bytes as u64];
     Ok(())
 }

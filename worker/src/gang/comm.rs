@@ -28,14 +28,14 @@ pub use ferry::{Ferry, Stopper};
 pub use frame::{HEADER_BYTES, Header, Kind};
 pub use links::{Links, PeerPipes, Shape, Way};
 pub use strand::{STRANDS_MAX, wanted_by};
-pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, PIPE_SPAN, Pipe, Read, Wake};
+pub use pipe::{CHUNK_BYTES_MAX, PIPE_BYTES_MAX, Pipe, Read, Wake, span};
 
 use crate::gang::memory::{Mapping, Signal};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
-use parcel::{Expected, Outbound, Receive, Target};
+use parcel::{Expected, Outbound, Receive, Said, Target};
 use strand::{Coming, Going, Strands};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -222,6 +222,23 @@ impl Comm {
             }
         }
         self.collect(Kind::Exchange, sends, &mut receives)
+    }
+
+    /// [`Comm::exchange`] of what its sender alone knows the length of, at most `bytes_max`. What
+    /// comes is in the order of `from`.
+    ///
+    /// # Errors
+    /// See [`CommError`]; a longer one is `Protocol`.
+    pub fn exchange_unequal(
+        &mut self,
+        sends: &[(u32, &[u8])],
+        from: &[u32],
+        bytes_max: usize,
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        let mut receives: Vec<Receive> =
+            from.iter().map(|peer| Receive::bounded(*peer, bytes_max)).collect();
+        self.collect(Kind::Exchange, sends, &mut receives)?;
+        Ok(receives.into_iter().map(Receive::into_bytes).collect())
     }
 
     /// [`Comm::exchange`] of bulk data, which goes over strands where there are some. The same call
@@ -470,20 +487,6 @@ fn assert_distinct(peers: impl Iterator<Item = u32>, world: u32) {
     for peer in peers {
         assert!(peer < world, "rank {peer} of a world of {world}");
         assert!(seen.insert(peer), "rank {peer} twice in one collective");
-    }
-}
-
-/// A gather that is under way: by rank, the own one done at once.
-#[derive(Debug)]
-struct Said {
-    number: u64,
-    out: Vec<Outbound<'static>>,
-    receives: Vec<Receive<'static>>,
-}
-
-impl Said {
-    fn is_done(&self) -> bool {
-        self.out.iter().all(Outbound::is_done) && self.receives.iter().all(Receive::is_done)
     }
 }
 

@@ -1,7 +1,7 @@
 //! This table says what variables of the environment may be by which one measures or tries. One
 //! that is set to anything else is refused before anything begins, and measures nothing by mistake.
 //!
-//! Those with more to read (`MOEJOB_PEER`, `MOEJOB_CHUNKS`, ...) are read, and complained of, where
+//! Those with more to read (`MOEJOB_PEER`, `MOEJOB_BESIDE`, ...) are read, and complained of, where
 //! they are used.
 
 use crate::attempt::start::{ENV_FAULT, Wanted};

@@ -191,7 +191,6 @@ impl Job {
             },
             ranks: 1,
             exchange: Default::default(),
-            overlap_degree: 1,
             threads: 1,
         };
         Job { folder, config }

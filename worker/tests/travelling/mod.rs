@@ -75,20 +75,12 @@ pub fn in_another_order(mut job: Job) -> Job {
     job
 }
 
-/// The same job, whose tokens travel in so many chunks.
-pub fn in_chunks(mut job: Job, degree: u32) -> Job {
-    job.config.overlap_degree = degree;
-    job
-}
-
 /// How tokens of a group travel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Way {
     /// As everything else.
     Host,
     Windows,
-    /// What would come through windows.
-    ByNeed,
     /// As everything else, with buckets between the parts of a step.
     OneByOne,
 }
@@ -129,7 +121,6 @@ pub fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
     let staged = config.exchange == Exchange::Hierarchical;
     let rails = Rails::of(&config.layout.mesh, config.ranks).filter(|_| staged);
     let shape = Shape { rails, ..Shape::new(&config.model, &config.layout, rank, &training) };
-    let shape = shape.in_chunks(&config.model, &training, config.overlap_degree);
     let device = match on_gpu {
         true => Device::cuda(0, 0).expect("a GPU"),
         false => Device::cpu(1, 0).expect("a processor"),
@@ -137,7 +128,6 @@ pub fn engine(job: &Job, comm: Comm, on_gpu: bool, way: Way) -> Engine {
     let model = Model::on(device, shape, &config.model, &config.layout, rank, &training);
     let links = match (on_gpu, way) {
         (true, _) => Links::carried(comm),
-        (false, Way::ByNeed) => Links::new(comm).by_need(),
         (false, Way::OneByOne) => Links::new(comm).one_by_one(),
         (false, _) => Links::new(comm),
     };

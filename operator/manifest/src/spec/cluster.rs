@@ -193,14 +193,13 @@ pub struct ParallelismSpec {
     /// number go on with any other. Default: 1.
     #[schemars(extend("enum" = moejob_protocol::slices::SLICES))]
     pub expert_slices: Option<u32>,
-    /// How tokens travel to their experts between GPUs: flat, hierarchical (in two stages, within
-    /// nodes and between them), or auto, which is flat, since sums are rounded in another order.
-    /// Processors send each row to those that need it, whatever this says. Default: auto.
+    /// How tokens travel to their experts: flat, hierarchical (in two stages, between nodes and
+    /// within them), or auto. Between GPUs that is flat, since sums are rounded in another order.
+    /// Between processors it is hierarchical, so that a token crosses to a node once. Default:
+    /// auto.
     pub exchange: Option<ExchangeName>,
-    /// In how many chunks the tokens of a micro-batch travel to experts of other GPUs: 1, 2, 4, or
-    /// auto, which is 1. With several, some travel while experts compute another one, and gradients
-    /// of experts are added up chunk by chunk, which rounds them otherwise. On processors it has no
-    /// effect. Default: auto.
+    /// 1, 2, 4 or auto. It has no effect: the tokens of a micro-batch travel at once. Default:
+    /// auto.
     pub overlap_degree: Option<OverlapDegree>,
     /// As what tokens travel between GPUs that share experts: auto, as they are computed; fp32, the
     /// same, and sums over experts are not rounded before they are added; bf16, of precision fp32

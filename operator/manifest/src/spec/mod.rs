@@ -43,7 +43,6 @@ pub use word::{Word, as_typed};
 
 use crate::status::MoeJobStatus;
 use kube_derive::{CustomResource, KubeSchema};
-use moejob_protocol::config::OVERLAP_DEGREES;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -208,10 +207,9 @@ impl JsonSchema for OverlapDegree {
     }
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        let [one, two, four] = OVERLAP_DEGREES;
         schemars::json_schema!({
             "x-kubernetes-int-or-string": true,
-            "enum": [one, two, four, "auto"],
+            "enum": [1, 2, 4, "auto"],
         })
     }
 }

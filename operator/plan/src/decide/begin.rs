@@ -176,7 +176,6 @@ impl<'o> Planner<'o> {
             rank: None,
             layout: size.layout.clone(),
             exchange: size.exchange,
-            overlap_degree: size.overlap_degree,
             members: members.clone(),
             resume,
             ..observed.template.clone()

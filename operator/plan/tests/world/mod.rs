@@ -82,9 +82,8 @@ impl World {
                         0 => Exchange::Hierarchical,
                         _ => Exchange::Flat,
                     };
-                    let overlap_degree = 1 + nodes % 2;
                     let layout = Layout::contiguous(mesh);
-                    Size { nodes, layout, exchange, overlap_degree }
+                    Size { nodes, layout, exchange }
                 })
                 .collect()
         };
@@ -200,7 +199,6 @@ impl World {
                 let sizes = &self.observed().wanted.sizes;
                 let size = sizes.iter().find(|size| size.layout == config.layout);
                 assert_eq!(Some(config.exchange), size.map(|size| size.exchange));
-                assert_eq!(Some(config.overlap_degree), size.map(|size| size.overlap_degree));
                 let step = config.resume.step();
                 self.gangs.entry(config.attempt).or_insert(GangTruth {
                     step,

@@ -23,7 +23,6 @@ use moe_worker::engine::trace::{STEPS_TRACED, Trace};
 use moe_worker::gang::comm::Comm;
 use moe_worker::state::rank::{DeviceError, RankState};
 use moe_worker::state::snapshot::initialize;
-use moejob_fabric::overlap;
 use moejob_kernels::{Pace, StepPhase};
 use moejob_kernels::cuda::Gpu;
 use moejob_kernels::memory_bounds::peak_of_this_process;
@@ -126,7 +125,6 @@ fn job(args: &BenchArgs, preset: Preset, device: DeviceName) -> Result<Job, Refu
                 "expert": args.expert_parallel,
                 "expertSlices": args.expert_slices,
                 "wire": wire,
-                "overlapDegree": args.overlap(),
                 "zero": args.zero,
             },
             "model": model,
@@ -172,9 +170,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     if job.training.compute.backend == Backend::Cpu {
         memory::check(args, preset, &job, &layout).map_err(|why| Refused(2, why))?;
     }
-    let overlap_degree = overlap::choice(&job, &layout).0;
-    let mut config =
-        WorkerConfig { layout, ranks, overlap_degree, threads: args.threads, ..template };
+    let mut config = WorkerConfig { layout, ranks, threads: args.threads, ..template };
     if args.placement == Placed::ByLoad && ep > 1 {
         let counting = ranks_of(args, &job, &config, (args.warm_up.max(1), 0))?;
         let (counts, experts) = of_slices(&job, &counting[0].loads);
@@ -191,7 +187,6 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         device,
         devices: ranks,
         expert_parallel: ep,
-        overlap_degree,
         on_gpu: config.training.compute.backend == Backend::Cuda,
         routing: args.routing,
         preset: preset.name(),
@@ -387,7 +382,6 @@ struct Measured {
     device: String,
     devices: u32,
     expert_parallel: u32,
-    overlap_degree: u32,
     on_gpu: bool,
     preset: String,
     job: Job,
@@ -494,7 +488,7 @@ impl Measured {
             (
                 "numbers",
                 format!(
-                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}{}{}",
+                    "{}, moments {}, gradients {}, attention {}, recompute {}{}{}{}",
                     as_typed(training.precision),
                     moments(compute.moment_dtype),
                     gradients(compute.gradient_dtype),
@@ -504,10 +498,6 @@ impl Measured {
                     match compute.wire {
                         Wire::Auto => String::new(),
                         wire => format!(", tokens travel as {}", as_typed(wire)),
-                    },
-                    match self.overlap_degree {
-                        1 => String::new(),
-                        degree => format!(", tokens travel in {degree} chunks"),
                     },
                     ["", ", ZeRO stage 2", ", ZeRO stage 3"][compute.zero as usize],
                 ),
@@ -597,7 +587,6 @@ impl Measured {
             "device": self.device,
             "devices": self.devices,
             "expertParallel": self.expert_parallel,
-            "overlapDegree": self.overlap_degree,
             "preset": self.preset,
             "layers": self.job.model.num_hidden_layers,
             "parameters": self.job.model.numel(),

@@ -6,7 +6,7 @@ use super::links::LinksArgs;
 use clap::{Args, ValueEnum};
 use moejob_manifest::explain;
 use moejob_manifest::spec::Preset;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::path::PathBuf;
 
 #[derive(Args, Clone)]
@@ -61,10 +61,6 @@ pub struct BenchArgs {
     /// parallelism.wire: as what tokens travel between devices that share the experts.
     #[arg(long, value_parser = ["auto", "fp32", "bf16", "fp8"])]
     pub wire: Option<String>,
-    /// parallelism.overlapDegree: in how many chunks they travel, some beside the products of
-    /// others. Default: auto.
-    #[arg(long, value_parser = ["auto", "1", "2", "4"])]
-    pub overlap_degree: Option<String>,
     /// parallelism.zero: what of dense parameters a device keeps of its own share alone.
     #[arg(long, default_value_t = 1, value_parser = whole(1, 3))]
     pub zero: u32,
@@ -114,14 +110,6 @@ pub enum Placed {
 pub enum DeviceName {
     Cpu,
     Gpu,
-}
-
-impl BenchArgs {
-    /// As a manifest says it.
-    pub fn overlap(&self) -> Value {
-        let said = self.overlap_degree.as_deref().unwrap_or("auto");
-        said.parse().map_or_else(|_| json!(said), |degree: u32| json!(degree))
-    }
 }
 
 fn preset_of(name: &str) -> Result<Preset, String> {

@@ -298,7 +298,7 @@ impl<B: Copy, P: Planner<Buffer = B>> Plan<'_, P> {
             router: (moe && !self.model.router.is_of_one_op()).then(|| self.router_scratch()),
             dense: dense.map(|width| self.gated(width)),
             spread,
-            workspace: self.planner.alloc(Kind::U8, Rows::Fixed(self.shape.workspace), 1),
+            workspace: self.planner.alloc(Kind::U8, Rows::Workspace, 1),
             stage: {
                 let as_stored =
                     self.shape.types.masters == Masters::Weights && !self.shape.offloads;

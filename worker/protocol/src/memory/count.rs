@@ -5,7 +5,7 @@ use crate::buckets::sizes;
 
 /// The memory of `rank`, part by part: of its device where that is a GPU, else of the host. A
 /// checkpoint every `checkpoint_steps` is a snapshot of its own only where none is taken for
-/// memory's sake at the same step. Tokens travel in `chunks`.
+/// memory's sake at the same step. Tokens travel along `rails`.
 pub fn rank_memory(
     model: &ModelConfig,
     layout: &Layout,
@@ -13,14 +13,14 @@ pub fn rank_memory(
     training: &TrainingConfig,
     recovery: &RecoveryConfig,
     checkpoint_steps: u64,
-    chunks: u32,
+    rails: Option<Rails>,
 ) -> RankMemory {
-    let shape = Shape::new(model, layout, rank, training).in_chunks(model, training, chunks);
+    let shape = Shape { rails, ..Shape::new(model, layout, rank, training) };
     let mut count = Count::of(model, &shape);
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
         // Along rails it takes less.
-        match window_bytes(model, layout, training, (None, shape.chunks)) {
+        match window_bytes(model, layout, training, None) {
             0 => {}
             bytes => count.add("windows", bytes),
         }
@@ -58,13 +58,13 @@ pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u
     taken.max(others.saturating_mul(back + 4 * top_k))
 }
 
-/// What a GPU takes for a window, by which tokens of expert groups travel within a node, so many
-/// chunks one after the other; none where none travel.
+/// What a GPU takes for a window, by which tokens of expert groups travel within a node; none where
+/// none travel.
 pub fn window_bytes(
     model: &ModelConfig,
     layout: &Layout,
     training: &TrainingConfig,
-    (rails, chunks): (Option<Rails>, u64),
+    rails: Option<Rails>,
 ) -> u64 {
     let [nodes, positions] = match rails {
         Some(Rails { nodes, places }) => [nodes as u64, places as u64],
@@ -74,7 +74,7 @@ pub fn window_bytes(
         return 0;
     }
     let own = u64::from(training.micro_batch_size) * u64::from(training.sequence_length);
-    let tokens = nodes * own / chunks;
+    let tokens = nodes * own;
     let (element, top_k) = (training.precision.element(), model.slices().slots);
     let bytes = training.compute.formats(element, top_k).token_bytes(model.hidden_size.into());
     let rooms = window_rooms(positions, tokens, bytes, top_k.into());
@@ -144,10 +144,8 @@ impl<'a> Count<'a> {
         let gradient = shape.types.summed(shape.types.gradient).bytes();
         let weights: u64 = shape.buckets.iter().map(|bucket| bucket.len).sum();
         let sums = weights.saturating_mul(gradient).min(EXCHANGE_BYTES_MAX) * 2;
-        let rows = shape.balanced.arrived.saturating_add(shape.balanced.routed);
-        let row = u64::from(model.hidden_size) * shape.float_bytes;
-        let staging = if world > 1 { sums.max(rows.saturating_mul(row)) } else { 0 };
-        self.add("exchange", staging.saturating_add(pipe_bytes(world)));
+        let staging = if world > 1 { sums } else { 0 };
+        self.add("exchange", staging.saturating_add(pipes_of_rank(1, world)));
         self.add("process", PROCESS_BYTES);
     }
 }
@@ -173,10 +171,7 @@ impl Planner for Count<'_> {
     fn alloc(&mut self, kind: Kind, rows: Rows, width: u64) {
         // What no machine has is counted as what no machine has.
         let bytes = |rows: u64| rows as f64 * width as f64 * kind.bytes() as f64;
-        let (balanced, worst) = match rows {
-            Rows::Fixed(rows) => (rows, rows),
-            Rows::Routed => (self.shape.balanced.routed, self.shape.worst.routed),
-        };
+        let [balanced, worst] = self.shape.rows(rows);
         let even = bytes(balanced);
         let worst = bytes(worst.max(balanced));
         let headroom = if matches!(rows, Rows::Fixed(_)) { 1.0 } else { self.headroom };
@@ -204,12 +199,12 @@ const ENGINE_BYTES: u64 = 1536 << 20;
 /// The worker beside its engines: streams, feeder, writer of checkpoints.
 const WORKER_BYTES: u64 = 512 << 20;
 
-/// The pipes of one rank in a world of so many. For what steps exchange there are two to each other
-/// rank. For copies there is one to its buddy, and one from the rank whose buddy it is. All are
-/// touched in time, since each is a ring.
-fn pipe_bytes(world: u64) -> u64 {
+/// The pipes of one rank in a world of so many, of which a worker has `ranks`. For what steps
+/// exchange there are two to each other rank. For copies there is one to its buddy, and one from
+/// the rank whose buddy it is. All are touched in time, since each is a ring.
+fn pipes_of_rank(ranks: u64, world: u64) -> u64 {
     let peers = world - 1;
-    2 * (peers + peers.min(1)) * PIPE_BYTES
+    2 * (peers + peers.min(1)) * (PIPE_HEAD + pipe_bytes(ranks, world))
 }
 
 /// The memory of the host that a worker needs beside GPUs, part by part: `ranks` ranks of `world`,
@@ -225,7 +220,7 @@ pub fn host_memory(shard: u64, ranks: u64, world: u64, offloaded: &[Part]) -> Ve
         Part { name: "checkpoint", bytes: own },
         Part { name: "engines", bytes: ranks * ENGINE_BYTES },
         Part { name: "worker", bytes: WORKER_BYTES },
-        Part { name: "pipes between ranks", bytes: ranks * pipe_bytes(world) },
+        Part { name: "pipes between ranks", bytes: ranks * pipes_of_rank(ranks, world) },
     ];
     let of_all = |part: &Part| Part { bytes: ranks * part.bytes, ..part.clone() };
     parts.extend(offloaded.iter().map(of_all));
@@ -256,10 +251,13 @@ mod tests {
             let found = parts.into_iter().find(|part| part.name == "pipes between ranks");
             found.map(|part| part.bytes)
         };
-        // To and from 511 others, and for copies to a buddy and from a ward.
-        assert_eq!(pipes(8, 512), Some(8 * (2 * 511 + 2) * PIPE_BYTES));
-        assert_eq!(pipes(1, 2), Some((2 + 2) * PIPE_BYTES));
+        // To and from another one, and for copies to a buddy and from a ward.
+        assert_eq!(pipes(1, 2), Some((2 + 2) * (PIPE_HEAD + PIPE_BYTES)));
         assert_eq!(pipes(1, 1), Some(0));
+        for world in [64, 512, 1024, 4096] {
+            let found = pipes(8, world).unwrap_or(0);
+            assert!(found <= PIPES_BYTES_MAX && found > PIPES_BYTES_MAX / 2, "{world}: {found}");
+        }
     }
 
     /// Who brings most: one other, or many.

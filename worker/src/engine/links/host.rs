@@ -128,58 +128,6 @@ impl Host {
         }
     }
 
-    /// Rows of each of `all`, which have as many rows each: those that `sends` names by rank, and
-    /// those of `receives` come.
-    pub fn exchange_rows(
-        &mut self,
-        cpu: &mut CpuDevice,
-        comm: &mut Comm,
-        (all, rows): (&[Buffer], usize),
-        [sends, receives]: [&[(u32, Vec<usize>)]; 2],
-    ) -> Result<(), CommError> {
-        let widths: Vec<usize> = all.iter().map(|buffer| buffer.bytes() / rows.max(1)).collect();
-        let each: usize = widths.iter().sum();
-        let total = |of: &[(u32, Vec<usize>)]| of.iter().map(|(_, rows)| rows.len() * each).sum();
-        let [leaves, comes]: [usize; 2] = [total(sends), total(receives)];
-        self.inward.resize(self.inward.len().max(comes), 0);
-        self.out.clear();
-        self.out.reserve(leaves);
-        for (_, rows) in sends {
-            for (buffer, width) in all.iter().zip(&widths) {
-                let from = cpu.slice::<u8>(buffer.reinterpret(DType::U8));
-                rows.iter().for_each(|row| self.out.extend(&from[row * width..][..*width]));
-            }
-        }
-        let some = |of: &&(u32, Vec<usize>)| !of.1.is_empty();
-        let mut staged = &self.out[..];
-        let outgoing: Vec<(u32, &[u8])> = sends
-            .iter()
-            .filter(some)
-            .map(|(to, rows)| (*to, staged.split_off(..rows.len() * each).expect("room for all")))
-            .collect();
-        let mut rest = &mut self.inward[..];
-        let mut incoming: Vec<(u32, &mut [u8])> = receives
-            .iter()
-            .filter(some)
-            .map(|(from, rows)| {
-                (*from, rest.split_off_mut(..rows.len() * each).expect("room for all"))
-            })
-            .collect();
-        comm.exchange(&outgoing, &mut incoming)?;
-        let mut came = &self.inward[..];
-        for (_, rows) in receives {
-            for (buffer, width) in all.iter().zip(&widths) {
-                let into = cpu.slice_mut::<u8>(buffer.reinterpret(DType::U8));
-                for row in rows {
-                    let (of_row, behind) = came.split_at(*width);
-                    into[row * width..][..*width].copy_from_slice(of_row);
-                    came = behind;
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// See [`super::Links::exchange`].
     pub fn exchange(
         &mut self,

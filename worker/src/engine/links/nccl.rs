@@ -149,7 +149,6 @@ impl Nccl {
             seat: Seat { rank: me, world },
             config: Config {
                 stop: Arc::clone(&stop),
-                ctas_max: groups.ctas_max,
                 enter: Some(entry(cuda.gpu())),
                 ..Config::for_ranks(world)
             },

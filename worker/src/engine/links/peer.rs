@@ -43,8 +43,6 @@ pub(crate) struct Near {
     /// Bytes of the rooms.
     pub rooms: usize,
     pub wanted: Use,
-    /// Blocks at most, where not as many as are wanted.
-    pub most: Option<usize>,
     /// Blocks at most of what is beside products.
     pub beside: usize,
     /// How long a kernel waits for a peer.
@@ -94,7 +92,6 @@ impl Windows {
         near: &Near,
     ) -> Result<Option<Arc<Windows>>, CommError> {
         let own = near.wanted.blocks().map(|blocks| {
-            let blocks = near.most.map_or(blocks, |most| blocks.min(most));
             Own::new(device, near, comm, blocks)
         });
         let word = match &own {
@@ -463,8 +460,8 @@ mod tests {
                         // One of the ranks wants none in any case.
                         let wanted = if comm.rank() == 3 { Use::Off } else { wanted };
                         let ranks = vec![first, first + 1];
-                        let (rooms, most, beside, patience) = (1 << 20, None, 8, PATIENCE);
-                        let near = Near { ranks, rooms, wanted, most, beside, patience };
+                        let (rooms, beside, patience) = (1 << 20, 8, PATIENCE);
+                        let near = Near { ranks, rooms, wanted, beside, patience };
                         let opened = Windows::open(&mut comm, &device, &near);
                         assert!(opened.expect("all are here").is_none());
                         assert_eq!(comm.collective(), 1);

@@ -21,9 +21,8 @@
 //! and unpacked. Sums that travel as bf16 are made of what was packed, in fp32, and rounded once.
 
 use super::packing::{Packing, Rows};
-use super::needed::check_nothing_else;
 use super::shared::of_all;
-use super::{Links, Parcel, Shared, Way};
+use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
 use moejob_kernels::cuda::Need;
 use moejob_kernels::{Add, Buffer, Device, Sum};
@@ -42,11 +41,6 @@ impl Links {
         weights: Option<Buffer>,
     ) {
         let by_windows = self.has_windows(device);
-        if let (Way::Host(_), None, None) = (&self.way, group.rails, of.packed) {
-            self.gather_needed(device, (group, need), of.rows, weights);
-            self.spoil_others(device, (group, need), of.rows);
-            return;
-        }
         // The kernel packs for itself what does not come by rails.
         let packs = !by_windows || group.rails.is_some();
         let packed = of.travelling(group.ranks.len() * need.tokens).filter(|_| packs);
@@ -73,7 +67,6 @@ impl Links {
         if let Some(packed) = packed.filter(|_| !by_windows) {
             packed.unpack(device);
         }
-        self.spoil_others(device, (group, need), of.rows);
     }
 
     /// What each rank of the own expert group adds to all tokens, rows [P T, D] and `slots`
@@ -87,15 +80,6 @@ impl Links {
         of: Rows,
         (slots, onto): (Option<Buffer>, Option<[Buffer; 2]>),
     ) {
-        if let (true, Some(cpu)) = (self.by_need, device.as_cpu_mut()) {
-            let all = std::iter::once(of.rows).chain(slots);
-            all.for_each(|part| check_nothing_else(cpu, group.me, need, part));
-        }
-        if let (Way::Host(_), None, None, 1) = (&self.way, group.rails, of.packed, need.top_k) {
-            let all: Vec<Buffer> = std::iter::once(of.rows).chain(slots).collect();
-            self.scatter_needed(device, (group, need), &all);
-            return self.add_onto(device, (group, of.rows), onto);
-        }
         let packed = of.travelling(group.ranks.len() * need.tokens);
         if let Some(packed) = packed {
             packed.pack(device);
@@ -359,14 +343,7 @@ mod tests {
                     let whose = |at| rough(row(at), at).to_bits();
                     let expected: Vec<u32> = (0..rails.rows.len()).map(whose).collect();
                     assert_eq!(bits(&rails.rows), expected, "{what}");
-                    // Flat, a rank has its own rows and that whose choices are of its expert.
-                    let is_here = |at: usize| {
-                        at / (TOKENS * DIM) == position || at / DIM == position / TOP_K
-                    };
-                    let none = f32::NAN.to_bits();
-                    let needed = expected.iter().enumerate();
-                    let needed = needed.map(|(at, row)| if is_here(at) { *row } else { none });
-                    assert_eq!(bits(&flat.rows), needed.collect::<Vec<_>>(), "{what}");
+                    assert_eq!(bits(&flat.rows), expected, "{what}");
                     assert_eq!(rails.ids, (0..rails.ids.len() as u32).collect::<Vec<_>>());
                 }
             }

@@ -80,7 +80,7 @@ pub(crate) fn window_wanted(
     shape: &Shape,
 ) -> u64 {
     let wanted = Use::said().blocks();
-    wanted.map_or(0, |_| window_bytes(model, layout, training, (shape.rails, shape.chunks)))
+    wanted.map_or(0, |_| window_bytes(model, layout, training, shape.rails))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@
 //! Between two local ranks the sender's pipe is the one that is used. Nothing is touched, so
 //! nothing costs memory, before it is needed.
 
-use super::pipe::{PIPE_SPAN, Pipe, Wake};
+use super::pipe::{PIPE_BYTES_MAX, Pipe, Wake, span};
 use super::ferry::{Ferry, Stopper};
 use super::strand::{Strand, Strands};
 use super::{AbortHandle, Comm, Lane};
@@ -75,12 +75,18 @@ impl Shape {
 
     fn bytes(&self) -> usize {
         let pairs = self.count as usize * self.world as usize;
-        self.first_strand() + 2 * self.strands as usize * pairs * PIPE_SPAN
+        self.first_strand() + 2 * self.strands as usize * pairs * span(PIPE_BYTES_MAX)
+    }
+
+    /// Bytes that a pipe holds which is no strand's: the same on all workers, which have as many
+    /// ranks each.
+    fn holds(&self) -> usize {
+        moejob_protocol::memory::pipe_bytes(self.count.into(), self.world.into()) as usize
     }
 
     fn first_strand(&self) -> usize {
         let pairs = self.count as usize * self.world as usize;
-        PAGE * (1 + self.count as usize) + 2 * Way::ALL.len() * pairs * PIPE_SPAN
+        PAGE * (1 + self.count as usize) + 2 * Way::ALL.len() * pairs * span(self.holds())
     }
 
     /// Of the pipe of a strand between a local rank and another, 0 outgoing, 1 incoming.
@@ -88,14 +94,14 @@ impl Shape {
         assert!(index < self.strands, "strand {index} of {}", self.strands);
         let row = (local - self.first) as usize * self.world as usize + other as usize;
         let pipe = 2 * (self.strands as usize * row + index as usize) + direction;
-        self.first_strand() + pipe * PIPE_SPAN
+        self.first_strand() + pipe * span(PIPE_BYTES_MAX)
     }
 
     /// Of the pipe between a local rank and another, 0 outgoing, 1 incoming.
     fn pipe(&self, local: u32, other: u32, way: Way, direction: usize) -> usize {
         let row = (local - self.first) as usize * self.world as usize + other as usize;
         let pipe = 2 * (Way::ALL.len() * row + way as usize) + direction;
-        PAGE * (1 + self.count as usize) + pipe * PIPE_SPAN
+        PAGE * (1 + self.count as usize) + pipe * span(self.holds())
     }
 }
 
@@ -201,7 +207,8 @@ impl Links {
             true => self.shape.pipe(from, to, way, 0),
             false => self.shape.pipe(to, from, way, 1),
         };
-        Pipe::new(Arc::clone(&self.memory), at, self.wake(from, way), self.wake(to, way))
+        let ends = [from, to].map(|rank| self.wake(rank, way));
+        Pipe::new(Arc::clone(&self.memory), (at, self.shape.holds()), ends)
     }
 
     /// Of `rank`, by peer.

@@ -4,14 +4,15 @@
 //! u16 kind | u16 way | u32 from | u32 to | u32 length, little-endian; data and ends carry that
 //! many bytes
 //! ```
-//! A pair's sender has `PIPE_BYTES_MAX` on its way at most, until the receiver's mover says that
-//! the engine has taken some. So the reader always has room for what comes, and a pair whose engine
-//! is slow holds no other pair up: two ranks of a worker wait for each other through their peers.
+//! A pair's sender has as much on its way as a pipe holds at most, until the receiver's mover says
+//! that the engine has taken some. So the reader always has room for what comes, and a pair whose
+//! engine is slow holds no other pair up: two ranks of a worker wait for each other through their
+//! peers.
 //! What travels beside the steps goes where no pair has anything for a step, a chunk at a time, but
 //! is not held up for ever ([`precedence`](super::precedence)).
 
 use super::links::{PeerPipes, Way};
-use super::pipe::{CHUNK_BYTES_MAX, CREDIT_BYTES, PIPE_BYTES_MAX, Read};
+use super::pipe::{CHUNK_BYTES_MAX, Read};
 use super::precedence::{Precedence, Traffic};
 use crate::failure::chain;
 use std::io;
@@ -83,9 +84,9 @@ impl Pairs {
         traffic: Arc<Traffic>,
     ) -> Arc<Pairs> {
         assert_eq!(pipes.len(), Way::ALL.len() * locals.len() * remotes.len());
-        let pair = |pipes| Pair {
+        let pair = |pipes: PeerPipes| Pair {
+            credit: AtomicU64::new(pipes.outgoing.holds() as u64),
             pipes,
-            credit: AtomicU64::new(PIPE_BYTES_MAX as u64),
             credited: AtomicU64::new(0),
             told_end: AtomicBool::new(false),
         };
@@ -168,7 +169,7 @@ async fn read_frame(
     let pair = pairs.find(way, from, to)?;
     if kind == Kind::Credit as u32 {
         let credit = pair.credit.load(Ordering::Relaxed) + length as u64;
-        if credit > PIPE_BYTES_MAX as u64 {
+        if credit > pair.pipes.outgoing.holds() as u64 {
             return Err(refuse(format!("room for {length} bytes that were not sent")));
         }
         pair.credit.store(credit, Ordering::Relaxed);
@@ -270,7 +271,7 @@ fn give_credit(pair: &Pair, batch: &mut Vec<u8>) {
     let credited = pair.credited.load(Ordering::Relaxed);
     let taken = incoming.taken().saturating_sub(credited) as usize;
     // More than the pipe holds was never taken, whatever an engine's memory says.
-    if (CREDIT_BYTES..=PIPE_BYTES_MAX).contains(&taken) {
+    if (incoming.credit()..=incoming.holds()).contains(&taken) {
         pair.credited.store(credited + taken as u64, Ordering::Relaxed);
         batch.extend_from_slice(&head(Kind::Credit, *way, *local, *remote, taken));
     }
@@ -367,7 +368,8 @@ mod tests {
             for pair in [step, copy] {
                 let space = pair.pipes.outgoing.space().expect("nobody refuses");
                 pair.pipes.outgoing.push(&vec![0; space], &[]);
-                pair.credit.store(PIPE_BYTES_MAX as u64, Ordering::Relaxed);
+                let all = pair.pipes.outgoing.holds() as u64;
+                pair.credit.store(all, Ordering::Relaxed);
             }
             pairs.wake.notify_one();
             let mut head = [0; HEAD_BYTES];
@@ -398,7 +400,7 @@ mod tests {
     #[tokio::test]
     async fn more_than_the_credit_ends_the_stream() {
         let frame = [&head(Kind::Data, 1, 0, CHUNK_BYTES_MAX)[..], &[7; CHUNK_BYTES_MAX]].concat();
-        let fits = PIPE_BYTES_MAX / CHUNK_BYTES_MAX;
+        let fits = super::super::pipe::PIPE_BYTES_MAX / CHUNK_BYTES_MAX;
         assert_eq!(after(&frame.repeat(fits)).await, "its stream ended");
         let expected = "the peer sent 65536 bytes, with room for 0";
         assert_eq!(after(&frame.repeat(fits + 1)).await, expected);

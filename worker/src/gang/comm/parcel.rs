@@ -49,7 +49,8 @@ impl<'a> Outbound<'a> {
             let head = self.header.map_or(0, |_| HEADER_BYTES);
             // A chunk goes out whole or waits: crumbs would cost a wake each.
             let rest = &self.bytes[self.sent..];
-            let size = (head + rest.len()).min(CHUNK_BYTES_MAX);
+            let most = CHUNK_BYTES_MAX.min(lane.outgoing.holds());
+            let size = (head + rest.len()).min(most);
             if size > space {
                 break;
             }
@@ -81,6 +82,20 @@ pub(super) struct Receive<'a> {
     missing: Option<usize>,
     /// What says that the body comes over strands.
     striped: Option<[u8; STRIPED_BYTES]>,
+}
+
+/// A gather that is under way: by rank, the own one done at once.
+#[derive(Debug)]
+pub(super) struct Said {
+    pub number: u64,
+    pub out: Vec<Outbound<'static>>,
+    pub receives: Vec<Receive<'static>>,
+}
+
+impl Said {
+    pub fn is_done(&self) -> bool {
+        self.out.iter().all(Outbound::is_done) && self.receives.iter().all(Receive::is_done)
+    }
 }
 
 pub(super) struct Expected {

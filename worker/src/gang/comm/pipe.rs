@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 0 u64 written | 64 u64 taken | 128 u32 ended | 132 u32 refused | 136 u64 told
-//! 144 u32 open | 256 why it ended | 512 why it was refused | 4096 PIPE_BYTES_MAX bytes
+//! 144 u32 open | 256 why it ended | 512 why it was refused | 2048 as many bytes as it holds
 //! of a strand's also: 1024 signal of who writes | 1088 signal of who takes
 //! ```
 //! One end alone writes `written`, the other `taken`, each after the bytes it speaks of. An engine
@@ -16,13 +16,14 @@ use std::sync::atomic::Ordering;
 /// Bytes of one chunk at most. Four TLS records: large enough that a wake costs nothing, small
 /// enough that the receiver starts while the sender still copies.
 pub const CHUNK_BYTES_MAX: usize = 64 << 10;
-/// Bytes that wait in one direction of one pair of ranks at most; the rest waits in the sender.
+/// Bytes that wait in one direction of one pair of ranks at most; the rest waits in the sender. Of
+/// many ranks a pipe holds less (`moejob_protocol::memory::pipe_bytes`).
 pub const PIPE_BYTES_MAX: usize = moejob_protocol::memory::PIPE_BYTES as usize;
-/// A pipe in its mapping.
-pub const PIPE_SPAN: usize = DATA + PIPE_BYTES_MAX;
-/// The mover hears of what an engine has taken by these steps: a quarter, so that a sender far
-/// away never waits for room that there is.
-pub const CREDIT_BYTES: usize = PIPE_BYTES_MAX / 4;
+
+/// Bytes of a pipe that holds so many, in its mapping.
+pub const fn span(holds: usize) -> usize {
+    DATA + holds
+}
 
 const WRITTEN: usize = 0;
 const TAKEN: usize = 64;
@@ -35,7 +36,7 @@ const REFUSED_WHY: usize = 512;
 const WHY_ROOM: usize = 256;
 const WRITER: usize = 1024;
 const TAKER: usize = 1088;
-const DATA: usize = 4096;
+const DATA: usize = moejob_protocol::memory::PIPE_HEAD as usize;
 
 /// One end of a pipe, as the other end wakes it.
 #[derive(Clone, Debug)]
@@ -70,15 +71,21 @@ pub enum Read {
 pub struct Pipe {
     memory: Arc<Mapping>,
     at: usize,
+    /// Bytes that it holds.
+    holds: usize,
     producer: Wake,
     consumer: Wake,
 }
 
 impl Pipe {
     /// The pipe at `at` of `memory`, which is zero there before its first use.
-    pub fn new(memory: Arc<Mapping>, at: usize, producer: Wake, consumer: Wake) -> Pipe {
-        assert!(at + PIPE_SPAN <= memory.len(), "a pipe beyond its memory");
-        Pipe { memory, at, producer, consumer }
+    pub fn new(
+        memory: Arc<Mapping>,
+        (at, holds): (usize, usize),
+        [producer, consumer]: [Wake; 2],
+    ) -> Pipe {
+        assert!(at + span(holds) <= memory.len(), "a pipe beyond its memory");
+        Pipe { memory, at, holds, producer, consumer }
     }
 
     /// The same of a strand, at whose ends a thread each waits for it alone: with what wakes the
@@ -86,8 +93,19 @@ impl Pipe {
     pub fn alone(memory: Arc<Mapping>, at: usize) -> (Pipe, Signal, Signal) {
         let signal = |field| Signal::new(Arc::clone(&memory), at + field);
         let (writer, taker) = (signal(WRITER), signal(TAKER));
-        let ends = (Wake::Rank(writer.clone()), Wake::Rank(taker.clone()));
-        (Pipe::new(memory, at, ends.0, ends.1), writer, taker)
+        let ends = [Wake::Rank(writer.clone()), Wake::Rank(taker.clone())];
+        (Pipe::new(memory, (at, PIPE_BYTES_MAX), ends), writer, taker)
+    }
+
+    /// Bytes that it holds.
+    pub fn holds(&self) -> usize {
+        self.holds
+    }
+
+    /// Its mover hears of what an engine has taken by these steps: a quarter, so that a sender far
+    /// away never waits for room that there is.
+    pub fn credit(&self) -> usize {
+        self.holds / 4
     }
 
     fn load(&self, field: usize) -> u64 {
@@ -101,7 +119,7 @@ impl Pipe {
     /// Bytes between the two positions; what no honest end could have left counts as full.
     fn waiting(&self) -> usize {
         let waiting = self.load(WRITTEN).wrapping_sub(self.load(TAKEN));
-        usize::try_from(waiting).map_or(PIPE_BYTES_MAX, |waiting| waiting.min(PIPE_BYTES_MAX))
+        usize::try_from(waiting).map_or(self.holds, |waiting| waiting.min(self.holds))
     }
 
     /// Bytes that `push` will take now; an error says why the consumer left.
@@ -109,7 +127,7 @@ impl Pipe {
         if self.flag(REFUSED) {
             return Err(self.memory.read_text(self.at + REFUSED_WHY, WHY_ROOM));
         }
-        Ok(PIPE_BYTES_MAX - self.waiting())
+        Ok(self.holds - self.waiting())
     }
 
     /// Appends what fits into `space`: both parts, in this order, as one.
@@ -118,7 +136,7 @@ impl Pipe {
         if self.flag(REFUSED) || len == 0 {
             return;
         }
-        assert!(self.waiting() + len <= PIPE_BYTES_MAX, "a chunk beyond the pipe's bound");
+        assert!(self.waiting() + len <= self.holds, "a chunk beyond the pipe's bound");
         let written = self.load(WRITTEN);
         self.copy_in(written, first);
         self.copy_in(written + first.len() as u64, then);
@@ -127,8 +145,8 @@ impl Pipe {
     }
 
     fn copy_in(&self, position: u64, bytes: &[u8]) {
-        let start = (position % PIPE_BYTES_MAX as u64) as usize;
-        let (until_end, rest) = bytes.split_at(bytes.len().min(PIPE_BYTES_MAX - start));
+        let start = (position % self.holds as u64) as usize;
+        let (until_end, rest) = bytes.split_at(bytes.len().min(self.holds - start));
         self.memory.write(self.at + DATA + start, until_end);
         self.memory.write(self.at + DATA, rest);
     }
@@ -145,8 +163,8 @@ impl Pipe {
             };
         }
         let taken = self.load(TAKEN);
-        let start = (taken % PIPE_BYTES_MAX as u64) as usize;
-        let (until_end, rest) = into[..len].split_at_mut(len.min(PIPE_BYTES_MAX - start));
+        let start = (taken % self.holds as u64) as usize;
+        let (until_end, rest) = into[..len].split_at_mut(len.min(self.holds - start));
         self.memory.read(self.at + DATA + start, until_end);
         self.memory.read(self.at + DATA, rest);
         let taken = taken + len as u64;
@@ -155,7 +173,7 @@ impl Pipe {
             Wake::Rank(signal) => signal.notify(),
             Wake::Mover(bell) => {
                 let told = self.memory.long(self.at + TOLD);
-                if taken.wrapping_sub(told.load(Ordering::Relaxed)) >= CREDIT_BYTES as u64 {
+                if taken.wrapping_sub(told.load(Ordering::Relaxed)) >= self.credit() as u64 {
                     told.store(taken, Ordering::Relaxed);
                     bell.ring();
                 }

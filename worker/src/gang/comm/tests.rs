@@ -88,6 +88,21 @@ fn what_is_said_is_heard_behind_other_calls() {
     }
 }
 
+/// Pipes of many ranks hold little, and what is longer goes through all the same.
+#[test]
+fn many_ranks_exchange_more_than_their_pipes_hold() {
+    let (world, length) = (64, 100_000);
+    let holds = moejob_protocol::memory::pipe_bytes(world.into(), world.into());
+    assert!(holds < length as u64 / 2, "{holds}");
+    on_ranks(world, |comm| {
+        let me = comm.rank();
+        let (next, before) = ((me + 1) % world, (me + world - 1) % world);
+        let (mine, mut into) = (pattern(me, next, 0, length), vec![0; length]);
+        comm.exchange(&[(next, &mine)], &mut [(before, &mut into)]).expect("an exchange");
+        assert!(into == pattern(before, me, 0, length));
+    });
+}
+
 /// A pipe that is full takes what is said later, and nothing else goes before it.
 #[test]
 fn what_is_said_into_a_full_pipe_leaves_first() {
