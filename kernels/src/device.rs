@@ -1,11 +1,17 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
-use crate::buffer::{ArenaPlan, Buffer, DType, Element};
-use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
-use crate::marks::StepPhase;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
+use crate::cpu::CpuDevice;
+use crate::cpu::isa::Isa;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::event::Event;
+use crate::cuda::fault::Fault;
+use crate::cuda::staging::Post;
+use crate::error::{KernelError, LayerError};
+use crate::marks::StepPhase;
 
 /// How often the host has had to do with a device's memory since the device was made. Ops, and what
 /// links move between devices, are not among it.
@@ -35,60 +41,7 @@ impl TrafficCounts {
     }
 }
 
-/// Why a device could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum KernelError {
-    #[error("a CPU device needs between 1 and {max} threads, not {found}")]
-    Threads { found: usize, max: usize },
-    #[error("reserving an arena of {bytes} bytes of address space")]
-    Arena { bytes: usize, source: rustix::io::Errno },
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    #[error(transparent)]
-    Layer(#[from] LayerError),
-    #[error("this processor has no {isa:?}")]
-    Isa { isa: Isa },
-}
-
-/// What memory there is too little of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lack {
-    /// The GPU's.
-    Device,
-    /// The host's, for what is offloaded.
-    Host,
-}
-
-impl KernelError {
-    /// What the GPU's side says, if it is that.
-    pub fn of_gpu(&self) -> Option<&CudaError> {
-        match self {
-            KernelError::Cuda(error) => Some(error),
-            KernelError::Layer(error) => error.of_gpu(),
-            _ => None,
-        }
-    }
-
-    /// What has no room, if that is it.
-    pub fn lack(&self) -> Option<Lack> {
-        match self.of_gpu()? {
-            CudaError::HostMemory { .. } => Some(Lack::Host),
-            error => error.is_room().then_some(Lack::Device),
-        }
-    }
-
-    /// The GPU itself is not there, or is none that engines take.
-    pub fn is_device(&self) -> bool {
-        matches!(self.of_gpu(), Some(CudaError::NoGpu { .. } | CudaError::NotGiven(_)))
-    }
-
-    /// See [`CudaError::is_of_process`].
-    pub fn is_of_process(&self) -> bool {
-        self.of_gpu().is_some_and(CudaError::is_of_process)
-    }
-}
-
-/// Where the ops run. Every op is a method that matches on the device once.
+/// Where the ops run.
 ///
 /// Ops enqueue work and return nothing; the CPU does it at once. A wrong shape, kind or overlap of
 /// buffers is a programmer's error and panics. The exclusive borrow is what makes views of the
@@ -97,7 +50,6 @@ impl KernelError {
 #[non_exhaustive]
 pub enum Device {
     Cpu(CpuDevice),
-    /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
 }
 
@@ -424,21 +376,3 @@ impl Device {
         }
     }
 }
-
-/// Runs the body with `$T` as the float type that `$dtype` names.
-macro_rules! on_float {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            crate::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            crate::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            other => panic!("the CPU computes in F32 or F64, not {other:?}"),
-        }
-    };
-}
-pub(crate) use on_float;

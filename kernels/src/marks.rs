@@ -8,10 +8,12 @@
 //! A GPU records an event at each, which takes it about a microsecond: a dozen a step for phases,
 //! some hundreds for stretches and marks.
 
-use crate::cuda::{CudaError, Event};
+use std::time::Instant;
+
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
 use crate::device::Device;
 use crate::stretch::Stretches;
-use std::time::Instant;
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,13 +9,15 @@
 //! ```
 //! The host's processors convert: they copy every byte anyway, and memory is their bound.
 
-use crate::buffer::{Buffer, DType};
-use crate::convert::{join, split};
-use crate::device::Device;
-use crate::pages::{Pages, copy_past_caches};
-use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
+
+use half::{bf16, f16};
+
+use crate::buffer::{Buffer, DType};
+use crate::device::Device;
+use crate::ops::convert::op::{join, split};
+use crate::pages::{Pages, copy_past_caches};
 
 /// Where a device keeps floats: `T` is a buffer or an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

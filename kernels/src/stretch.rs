@@ -8,10 +8,11 @@
 //! Stretches among the ops lie in a phase each. Those beside them have a clock of their own, the
 //! lane's of what passes between devices, and may end in a later step.
 
-use crate::cuda::Event;
+use std::time::Instant;
+
+use crate::cuda::event::Event;
 use crate::device::Device;
 use crate::marks::{At, PhaseEnds, StepPhase, between};
-use std::time::Instant;
 
 /// The ones of a step.
 #[derive(Debug, Default)]

@@ -13,59 +13,35 @@
 //! ever divide outputs.
 
 pub(crate) mod arena;
-mod activation;
-mod attention;
-mod bucket;
-mod cached_attention;
-mod convert;
-mod elementwise;
-mod embed;
-mod exec;
-mod experts;
-mod float;
-mod gate;
-mod gate_input;
-mod gemm;
-pub(crate) mod head;
-mod lanes;
-mod loss;
-mod norm;
-mod norm_rope;
-mod numbers;
-mod optimizer;
-pub(crate) mod moe;
-mod place;
-mod pool;
-mod rope;
-mod route;
-mod slices;
-mod wire;
-
-pub use exec::Isa;
-pub use float::Float;
-pub(crate) use float::{ln, sin_cos};
-pub(crate) use rope::frequencies;
-pub(crate) use gate::check as check_gate;
+pub(crate) mod activation;
+pub(crate) mod exec;
+pub(crate) mod float;
+pub(crate) mod gemm;
+pub(crate) mod isa;
+pub(crate) mod lanes;
+pub(crate) mod pool;
 
 use arena::{Arena, Views};
 use exec::Exec;
+use isa::Isa;
 
 use crate::buffer::{Buffer, Element};
-use crate::device::{KernelError, TrafficCounts};
+use crate::device::TrafficCounts;
+use crate::error::KernelError;
 use crate::marks::{Marks, Phases};
 
 /// Rows that one job computes: enough to be worth handing over, few enough to spread.
-const ROWS_PER_JOB: usize = 32;
+pub(crate) const ROWS_PER_JOB: usize = 32;
 
 /// Elements that one job of an elementwise op computes.
-const ELEMENTS_PER_JOB: usize = 1 << 14;
+pub(crate) const ELEMENTS_PER_JOB: usize = 1 << 14;
 
 /// The memory and the threads of one rank on a CPU.
 #[derive(Debug)]
 pub struct CpuDevice {
-    arena: Arena,
-    exec: Exec,
-    rope: rope::Tables,
+    pub(crate) arena: Arena,
+    pub(crate) exec: Exec,
+    pub(crate) rope: crate::ops::rope::cpu::Tables,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     pub(crate) phases: Phases,
@@ -75,7 +51,7 @@ impl CpuDevice {
     /// A device that computes with `isa`; an error if this machine lacks it.
     pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
         let exec = Exec::new(threads, isa)?;
-        let (arena, rope) = (Arena::new(arena_bytes)?, rope::Tables::default());
+        let (arena, rope) = (Arena::new(arena_bytes)?, crate::ops::rope::cpu::Tables::default());
         let (traffic, phases) = (TrafficCounts::default(), Phases::default());
         Ok(CpuDevice { arena, exec, rope, traffic, marks: None, phases })
     }
@@ -133,7 +109,7 @@ impl CpuDevice {
     }
 
     /// Views of the arena for one op, and what computes it.
-    fn split(&mut self) -> (Views<'_>, &Exec) {
+    pub(crate) fn split(&mut self) -> (Views<'_>, &Exec) {
         (self.arena.views(), &self.exec)
     }
 }

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::nvrtc::{result as rtc, sys};
 
-use super::arch::Arch;
-use super::cubins::{Cubins, shipped_dir};
-use super::driver::{Function, Gpu, LoadedModule};
-use super::error::CudaError;
-use super::libraries::{Cuda, DRIVER, NVRTC};
+use crate::buffer::DType;
+use crate::cuda::arch::Arch;
+use crate::cuda::cubins::{Cubins, shipped_dir};
+use crate::cuda::driver::{Function, Gpu, LoadedModule};
+use crate::cuda::error::CudaError;
+use crate::cuda::libraries::{Cuda, DRIVER, NVRTC};
 use crate::threads::{self, Work};
 
 /// A compilation unit: its macros are part of its text.
@@ -37,6 +38,16 @@ impl Source {
         text.push_str(include_str!("common.cu"));
         text.extend(parts.iter().copied());
         Source { label, text, arch }
+    }
+}
+
+/// ELEMENT of common.cu.
+pub(crate) fn element_macro(element: DType) -> usize {
+    match element {
+        DType::Bf16 => 0,
+        DType::F16 => 1,
+        DType::F32 => 2,
+        other => panic!("kernels compute in Bf16, F16 or F32, not {other:?}"),
     }
 }
 
@@ -172,13 +183,13 @@ pub fn compile_into(
     Ok((nvrtc.0, nvrtc.1))
 }
 
-pub(super) const OPTIONS: [&str; 1] = ["--std=c++17"];
+pub(crate) const OPTIONS: [&str; 1] = ["--std=c++17"];
 
 /// NVRTC's version.
 ///
 /// # Errors
 /// It is missing or lacks functions, or the driver or the GPU ask for another one.
-pub(super) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> {
+pub(crate) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> {
     let (version, least) = (NVRTC.suits()?, arch.least_nvrtc());
     if version >= least {
         return Ok(version);
@@ -235,12 +246,13 @@ unsafe fn cubin_of(program: sys::nvrtcProgram) -> Result<Vec<u8>, String> {
 mod tests {
     use std::collections::HashSet;
 
-    use super::super::attention_shape::AttentionDesc;
-    use super::super::gemm::{GemmConfig, Output};
-    use super::super::layer::MoeLayer;
-    use super::super::shape::{MoeActivation, MoeDesc};
+    use crate::ops::attention::shape::AttentionDesc;
+    use crate::cuda::gemm::GemmConfig;
+    use crate::ops::mixture::layer::MoeLayer;
+    use crate::ops::mixture::desc::MoeDesc;
     use super::*;
     use crate::buffer::DType;
+    use crate::types::{MoeActivation, Output};
 
     /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
     /// that a machine without a device fills the cache of one that has it.
@@ -317,7 +329,7 @@ mod tests {
                 // Experts that choose leave a slot for each of them.
                 let all = MoeDesc { top_k: 40, ..desc };
                 sources.insert(all.route().rows_source(arch.target()));
-                sources.insert(super::super::here::source(all.top_k, arch.target()));
+                sources.insert(crate::ops::mixture::cuda::source(all.top_k, arch.target()));
             }
         }
         check_that_all_compile("the_kernels_of_layers_compile", sources);
@@ -326,7 +338,7 @@ mod tests {
     /// The same of the ops of a step.
     #[test]
     fn the_kernels_of_a_step_compile() {
-        let units = super::super::step_ops::tests::units();
+        let units = crate::cuda::step_ops::tests::units();
         let of = |arch| units.iter().map(move |unit| unit.source(arch));
         let sources = of("sm_90a").chain(of("sm_80")).collect();
         check_that_all_compile("the_kernels_of_a_step_compile", sources);
@@ -336,8 +348,8 @@ mod tests {
     #[test]
     fn the_kernels_of_heads_and_gates_compile() {
         let arches = [Arch::Hopper, Arch::Ampere("sm_80")];
-        let heads = arches.into_iter().flat_map(super::super::head::tests::sources);
-        let gates = |arch: Arch| super::super::gate::tests::sources(arch.target());
+        let heads = arches.into_iter().flat_map(crate::ops::head::cuda::tests::sources);
+        let gates = |arch: Arch| crate::ops::gate::cuda::tests::sources(arch.target());
         let sources = heads.chain(arches.into_iter().flat_map(gates)).collect();
         check_that_all_compile("the_kernels_of_heads_and_gates_compile", sources);
     }
@@ -345,7 +357,7 @@ mod tests {
     /// And of links between GPUs.
     #[test]
     fn the_kernels_of_links_compile() {
-        let source = |arch: Arch| super::super::peer::source(arch.target());
+        let source = |arch: Arch| crate::ops::peer::cuda::source(arch.target());
         let sources = [Arch::Hopper, Arch::Ampere("sm_80")].into_iter().map(source).collect();
         check_that_all_compile("the_kernels_of_links_compile", sources);
     }

@@ -3,35 +3,36 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::attention::AttentionKernels;
-use super::attention_shape::AttentionDesc;
-use super::captured::Graphs;
-use super::comm_lane::CommLane;
-use super::compile::Compiler;
-use super::cubins::default_cache_dir;
-use super::dense_device::DenseState;
-use super::driver::{Arena, Gpu, Stream};
-use super::error::CudaError;
-use super::event::Event;
-use super::fault::Fault;
-use super::gate::GateKernels;
-use super::head::Head;
-use super::here::Here;
-use super::lane::{self, Lane};
-use super::layer::{LayerError, MoeLayer};
-use super::room::{self, Wanted};
-use super::shape::MoeDesc;
-use super::staging::{self, Post, Staging};
-use super::step_ops::StepOps;
-use super::token_lane::TokenLane;
-use super::transfer::{self, Transfer};
+use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::cuda::captured::Graphs;
+use crate::cuda::comm_lane::CommLane;
+use crate::cuda::compile::Compiler;
+use crate::cuda::cubins::default_cache_dir;
+use crate::cuda::driver::{Arena, Gpu, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
+use crate::cuda::fault::Fault;
+use crate::cuda::lane::{self, Lane};
+use crate::cuda::room::{self, Wanted};
+use crate::cuda::staging::{self, Post, Staging};
+use crate::cuda::step_ops::StepOps;
+use crate::cuda::token_lane::TokenLane;
+use crate::cuda::transfer::{self, Transfer};
+use crate::device::TrafficCounts;
+use crate::error::LayerError;
+use crate::marks::{Marks, Phases};
+use crate::ops::attention::cuda::AttentionKernels;
+use crate::ops::attention::op::{Attention, AttentionBackward};
+use crate::ops::attention::shape::AttentionDesc;
+use crate::ops::gate::cuda::GateKernels;
+use crate::ops::head::cuda::Head;
+use crate::ops::matmul::cuda::DenseState;
+use crate::ops::mixture::cuda::Here;
+use crate::ops::mixture::desc::MoeDesc;
+use crate::ops::mixture::layer::MoeLayer;
+use crate::ops::mixture::op::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 use crate::pages::Pages;
 use crate::stored::Stored;
-use crate::attention::{Attention, AttentionBackward};
-use crate::buffer::{ArenaPlan, Buffer, Element};
-use crate::device::TrafficCounts;
-use crate::marks::{Marks, Phases};
-use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 
 /// Asked while the host waits for a device whose work may wait for other devices: nothing on a GPU
 /// notices that one of them is gone.
@@ -54,28 +55,28 @@ const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct CudaDevice {
     /// Dropped before all that they name.
-    pub(super) graphs: Graphs,
-    pub(super) compiler: Compiler,
-    pub(super) stream: Stream,
-    pub(super) arena: Arena,
-    pub(super) step_ops: Box<StepOps>,
+    pub(crate) graphs: Graphs,
+    pub(crate) compiler: Compiler,
+    pub(crate) stream: Stream,
+    pub(crate) arena: Arena,
+    pub(crate) step_ops: Box<StepOps>,
     layers: Vec<MoeLayer>,
-    pub(super) heres: Vec<Here>,
-    pub(super) dense: DenseState,
-    pub(super) heads: Vec<Head>,
-    pub(super) gates: Vec<GateKernels>,
+    pub(crate) heres: Vec<Here>,
+    pub(crate) dense: DenseState,
+    pub(crate) heads: Vec<Head>,
+    pub(crate) gates: Vec<GateKernels>,
     attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
     staging: Mutex<Staging>,
-    pub(super) lane: Option<Lane>,
+    pub(crate) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
     pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
-    pub(super) comm_lane: Option<CommLane>,
-    pub(super) token_lane: Option<TokenLane>,
+    pub(crate) comm_lane: Option<CommLane>,
+    pub(crate) token_lane: Option<TokenLane>,
     pub(crate) phases: Phases,
 }
 
@@ -131,7 +132,7 @@ impl CudaDevice {
 
     /// An arena in place of the one that is there, all bits zero, also what of it lies on the host;
     /// what is planned beside it must have room, too.
-    pub(super) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
+    pub(crate) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
         self.gpu().make_current()?;
         self.stream.synchronize()?;
         self.forget_captured();
@@ -302,7 +303,7 @@ impl CudaDevice {
     /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
     ///
     /// What fails while a graph is captured spoils the capture alone: nothing was to be done yet.
-    pub(super) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
+    pub(crate) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
         let kept = if self.graphs.open { &self.graphs.spoiled } else { &self.failure };
         if kept.get().is_some() {
             return;
@@ -460,7 +461,7 @@ impl CudaDevice {
     }
 
     /// `op` on the layer of `desc`, which may have to be made: kernels are made once.
-    pub(super) fn on_layer(
+    pub(crate) fn on_layer(
         &mut self,
         desc: &MoeDesc,
         op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
@@ -531,10 +532,5 @@ impl CudaDevice {
         self.on_attention(&AttentionDesc::of(&op.forward), |kernels, stream, arena| {
             kernels.backward(stream, arena, op, &mut |_| Ok(()))
         });
-    }
-
-    /// An op of the rest of a transformer's step, which the GPU does not have yet.
-    pub(crate) fn lacks(&self, op: &str) -> ! {
-        panic!("{} has no op `{op}` yet; Device::cpu has it", self.gpu().name())
     }
 }

@@ -5,7 +5,7 @@
 //! take them in its order. The variable chooses nothing here: it names a GPU that should be there
 //! and is not, and a part of one, which no engine takes.
 
-use super::machine::shares;
+use crate::cuda::machine::shares;
 
 /// What a device plugin tells the container runtime.
 pub const ENV_GIVEN: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -77,7 +77,7 @@ impl Given {
 ///
 /// # Errors
 /// The name is one.
-pub(super) fn check_name(name: &str) -> Result<(), NotGiven> {
+pub(crate) fn check_name(name: &str) -> Result<(), NotGiven> {
     match name.contains(" MIG ") {
         true => Err(NotGiven::Part { variable: "the driver", name: name.to_owned() }),
         false => Ok(()),
@@ -91,7 +91,7 @@ fn is_part(device: &str) -> bool {
 
 /// The variables of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Said {
+pub(crate) struct Said {
     given: Option<String>,
     chosen: Option<String>,
 }

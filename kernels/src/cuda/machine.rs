@@ -5,13 +5,13 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::{DriverError, result as cu, sys};
 
-use super::arch::Arch;
-use super::compile::compiles_for;
-use super::doctor::{cublaslt, driver, nvrtc};
-use super::driver::{Gpu, require_driver};
-use super::error::{CudaError, Doing};
-use super::given::{Said, check_name};
-use super::nvml::{Monitor, Nvml};
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::compiles_for;
+use crate::cuda::doctor::{cublaslt, driver, nvrtc};
+use crate::cuda::driver::{Gpu, require_driver};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::given::{Said, check_name};
+use crate::cuda::nvml::{Monitor, Nvml};
 
 /// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
 const ENV_SHARES: &str = "MOEJOB_GPU_SHARES";
@@ -24,7 +24,7 @@ pub fn shares() -> usize {
 }
 
 /// As the driver counts it.
-pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
+pub(crate) fn device(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
     cu::device::get(i32::try_from(ordinal / shares()).unwrap_or(i32::MAX))
 }
 

@@ -11,26 +11,25 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use super::arch::Arch;
-use super::compile::{Compiler, Module, Source};
-use super::device::CudaDevice;
-use super::driver::{Arena, Function, Launch, Stream, parameters};
-use super::error::CudaError;
-use super::gemm::element_macro;
-use crate::bucket::BucketBlock;
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::step_numbers::{StepControl, StepNumbers, StepParams};
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::{Compiler, Module, Source, element_macro};
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::error::CudaError;
+use crate::ops::bucket::op::BucketBlock;
+use crate::ops::bucket::step_numbers::{StepControl, StepNumbers, StepParams};
 
 /// Scratch that ops share, one after the other: partial sums of 264 rows of 16,384 fp32, or the
 /// order of a million tokens. An op that needs more makes it grow, which waits for the device.
-pub(super) const SCRATCH_BYTES: usize = 20 << 20;
+pub(crate) const SCRATCH_BYTES: usize = 20 << 20;
 
 /// Positions whose turns lie in a table; of those beyond each element computes its own.
 const TURN_POSITIONS: usize = 1 << 15;
 
 /// Where the master of a weight lies, as the kernel's macro counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum MasterKind {
+pub(crate) enum MasterKind {
     Weight = 0,
     LowBits = 1,
     Separate = 2,
@@ -38,7 +37,7 @@ pub(super) enum MasterKind {
 
 /// A compilation unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     Norm { element: DType, dim: usize, group: usize, rows: usize },
     NormRope {
         element: DType,
@@ -60,13 +59,13 @@ pub(super) enum Unit {
 }
 
 /// Elements in 16 bytes if rows of `dim` are whole chunks, else one.
-pub(super) fn vector(element: DType, dim: usize) -> usize {
+pub(crate) fn vector(element: DType, dim: usize) -> usize {
     let chunk = 16 / element.size();
     if dim.is_multiple_of(chunk) { chunk } else { 1 }
 }
 
 impl Unit {
-    pub(super) fn source(&self, arch: &'static str) -> Source {
+    pub(crate) fn source(&self, arch: &'static str) -> Source {
         const ELEMENTS: &str = include_str!("elements.cu");
         const PHILOX: &str = include_str!("philox.cu");
         let kind = element_macro;
@@ -83,7 +82,7 @@ impl Unit {
                     ("GROUP", group),
                     ("ROWS", rows),
                 ];
-                build("norm", &macros, &[ELEMENTS, include_str!("norm.cu")])
+                build("norm", &macros, &[ELEMENTS, include_str!("../ops/norm/norm.cu")])
             }
             Unit::NormRope { element, head_dim, heads, norm, group, spans } => {
                 let macros = [
@@ -95,41 +94,44 @@ impl Unit {
                     ("GROUP", group),
                     ("SPANS", spans),
                 ];
-                let parts = [ELEMENTS, PHILOX, include_str!("norm_rope.cu")];
+                let parts = [ELEMENTS, PHILOX, include_str!("../ops/rope/norm_rope.cu")];
                 build("rope", &macros, &parts)
             }
             Unit::ColumnSums { element } => {
-                let parts = [ELEMENTS, include_str!("column_sums.cu")];
+                let parts = [ELEMENTS, include_str!("../ops/matmul/column_sums.cu")];
                 build("sums", &[("ELEMENT", kind(element))], &parts)
             }
             Unit::Elementwise { element } => {
-                let parts = [ELEMENTS, PHILOX, include_str!("elementwise.cu")];
+                let parts = [ELEMENTS, PHILOX, include_str!("../ops/elementwise/elementwise.cu")];
                 build("elements", &[("ELEMENT", kind(element))], &parts)
             }
             Unit::Embed { element, table } => {
                 let macros = [("ELEMENT", kind(element)), ("TABLE", kind(table))];
-                build("embedding", &macros, &[ELEMENTS, include_str!("embed.cu")])
+                build("embedding", &macros, &[ELEMENTS, include_str!("../ops/embed/embed.cu")])
             }
             Unit::CachedAttention { element, head_dim } => {
                 let macros = [("ELEMENT", kind(element)), ("HEAD_DIM", head_dim)];
-                build("cache", &macros, &[ELEMENTS, include_str!("cached_attention.cu")])
+                let cached = include_str!("../ops/attention/cached_attention.cu");
+                build("cache", &macros, &[ELEMENTS, cached])
             }
             Unit::Convert => {
-                build("conversion", &[("ELEMENT", 0)], &[include_str!("convert.cu")])
+                build("conversion", &[("ELEMENT", 0)], &[include_str!("../ops/convert/convert.cu")])
             }
             Unit::Wire { element } => {
                 let macros = [("ELEMENT", 0), ("ROW", kind(element))];
-                let parts = [include_str!("wire.cu"), include_str!("wire_rows.cu")];
+                let rows = include_str!("../ops/wire/wire_rows.cu");
+                let parts = [include_str!("../ops/wire/wire.cu"), rows];
                 build("wire", &macros, &parts)
             }
             Unit::Numbers { gradient } => {
                 let mut macros = places();
                 macros.push(("ELEMENT", kind(gradient)));
-                build("numbers", &macros, &[ELEMENTS, include_str!("step_numbers.cu")])
+                let numbers = include_str!("../ops/bucket/step_numbers.cu");
+                build("numbers", &macros, &[ELEMENTS, numbers])
             }
             Unit::Router => {
                 let macros = [("ELEMENT", kind(DType::F32))];
-                build("router", &macros, &[include_str!("router.cu")])
+                build("router", &macros, &[include_str!("../ops/router/router.cu")])
             }
             Unit::AdamW { master, weight, moment, gradient } => {
                 let mut macros = places();
@@ -140,7 +142,7 @@ impl Unit {
                     ("GRADIENT", kind(gradient)),
                     ("AT_ONCE", 2),
                 ]);
-                build("optimizer", &macros, &[PHILOX, include_str!("optimizer.cu")])
+                build("optimizer", &macros, &[PHILOX, include_str!("../ops/bucket/optimizer.cu")])
             }
         }
     }
@@ -194,7 +196,7 @@ struct Turns {
 
 /// Addresses of a table of turns.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TurnsAt {
+pub(crate) struct TurnsAt {
     pub table: u64,
     pub positions: u32,
     pub frequencies: u64,
@@ -213,7 +215,7 @@ pub(crate) struct StepOps {
 }
 
 /// One op on its way to the device.
-pub(super) struct Enqueue<'a> {
+pub(crate) struct Enqueue<'a> {
     ops: &'a mut StepOps,
     compiler: &'a Compiler,
     pub stream: &'a Stream,
@@ -224,7 +226,7 @@ pub(super) struct Enqueue<'a> {
 
 impl CudaDevice {
     /// Does `op`, unless one failed before it.
-    pub(super) fn enqueue(&mut self, op: impl FnOnce(&mut Enqueue<'_>) -> Result<(), CudaError>) {
+    pub(crate) fn enqueue(&mut self, op: impl FnOnce(&mut Enqueue<'_>) -> Result<(), CudaError>) {
         let mut ops = std::mem::take(&mut *self.step_ops);
         let (moves, captured) = (ops.moves, self.graphs.open);
         self.attempt(|| {
@@ -239,18 +241,18 @@ impl CudaDevice {
 }
 
 impl Enqueue<'_> {
-    pub(super) fn at(&self, buffer: Buffer) -> u64 {
+    pub(crate) fn at(&self, buffer: Buffer) -> u64 {
         self.arena.address(buffer)
     }
 
     /// The address of a buffer whose kind and length were promised.
-    pub(super) fn of(&self, buffer: Buffer, dtype: DType, len: usize) -> u64 {
+    pub(crate) fn of(&self, buffer: Buffer, dtype: DType, len: usize) -> u64 {
         assert_eq!((buffer.dtype(), buffer.len()), (dtype, len), "{buffer:?}");
         self.at(buffer)
     }
 
     /// The address of a vector of elements or of fp32, and whether it is of fp32.
-    pub(super) fn either(&self, buffer: Buffer, element: DType, len: usize) -> (u64, i32) {
+    pub(crate) fn either(&self, buffer: Buffer, element: DType, len: usize) -> (u64, i32) {
         let dtype = buffer.dtype();
         assert!(dtype == element || dtype == DType::F32, "{buffer:?} beside {element:?}");
         assert_eq!(buffer.len(), len, "{buffer:?}");
@@ -281,7 +283,7 @@ impl Enqueue<'_> {
 
     /// # Safety
     /// As of [`Function::launch`].
-    pub(super) unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &mut self,
         (unit, name): (Unit, &'static str),
         launch: Launch,
@@ -294,7 +296,7 @@ impl Enqueue<'_> {
     }
 
     /// Scratch for what `plan` has; good until the next op asks.
-    pub(super) fn scratch(&mut self, plan: &ArenaPlan) -> Result<Scratch, CudaError> {
+    pub(crate) fn scratch(&mut self, plan: &ArenaPlan) -> Result<Scratch, CudaError> {
         let held = self.ops.scratch.as_ref().map_or(0, Arena::bytes);
         if held < plan.bytes() {
             self.makes("more scratch")?;
@@ -309,7 +311,7 @@ impl Enqueue<'_> {
     }
 
     /// Sets every byte of a range of the scratch to zero.
-    pub(super) fn zero_scratch(&self, range: Buffer) -> Result<(), CudaError> {
+    pub(crate) fn zero_scratch(&self, range: Buffer) -> Result<(), CudaError> {
         match &self.ops.scratch {
             Some(arena) => arena.fill_bytes(self.stream, range, 0),
             None => Ok(()),
@@ -317,7 +319,7 @@ impl Enqueue<'_> {
     }
 
     /// The address of a word that is zero between launches.
-    pub(super) fn ticket(&mut self) -> Result<u64, CudaError> {
+    pub(crate) fn ticket(&mut self) -> Result<u64, CudaError> {
         let mut plan = ArenaPlan::new();
         let word = plan.alloc(DType::U32, 1);
         if self.ops.ticket.is_none() {
@@ -330,7 +332,7 @@ impl Enqueue<'_> {
     }
 
     /// The table of turns, made when first asked for by `unit`, a kernel of rotations.
-    pub(super) fn turns(
+    pub(crate) fn turns(
         &mut self,
         unit: Unit,
         theta: f64,
@@ -359,7 +361,7 @@ impl Enqueue<'_> {
         let frequencies = plan.alloc(DType::F64, half);
         let table = plan.alloc(DType::F32, 2 * half * TURN_POSITIONS);
         let arena = Arena::new(self.compiler.gpu(), plan.bytes())?;
-        arena.write(frequencies, &crate::cpu::frequencies(theta, half))?;
+        arena.write(frequencies, &crate::ops::rope::cpu::frequencies(theta, half))?;
         let (from, to) = (arena.address(frequencies), arena.address(table));
         let (positions, len) = (TURN_POSITIONS as i32, half * TURN_POSITIONS);
         let launch = Launch::new(len.div_ceil(256), 256);
@@ -371,27 +373,27 @@ impl Enqueue<'_> {
 
 /// Addresses in the scratch of one op.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Scratch(u64);
+pub(crate) struct Scratch(u64);
 
 impl Scratch {
     /// Of a buffer of the plan that the scratch was asked for.
-    pub(super) fn at(self, buffer: Buffer) -> u64 {
+    pub(crate) fn at(self, buffer: Buffer) -> u64 {
         self.0 + buffer.offset() as u64
     }
 }
 
 /// Whether 16-byte accesses to all of these are aligned.
-pub(super) fn all_whole(addresses: &[u64]) -> i32 {
+pub(crate) fn all_whole(addresses: &[u64]) -> i32 {
     i32::from(addresses.iter().all(|address| address.is_multiple_of(16)))
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A unit of every kind, for every element and odd sizes: what tests compile.
     pub(crate) fn units() -> Vec<Unit> {
-        use super::super::norm::{norm_unit, rope_unit};
+        use crate::ops::norm::cuda::{norm_unit, rope_unit};
         let mut units = vec![Unit::Convert, Unit::Router];
         units.extend([DType::Bf16, DType::F32].map(|element| Unit::Wire { element }));
         for element in [DType::Bf16, DType::F16, DType::F32] {

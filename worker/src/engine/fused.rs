@@ -10,12 +10,9 @@
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
-use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Saved, Weights,
-};
 use moejob_kernels::{
-    Buffer, DType, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
-    MoeRoute, RouteGroups,
+    Buffer, DType, Gradients, MoeActivation, MoeBackward, MoeDesc, MoeExperts, MoeExpertsBackward,
+    MoeForward, MoeHidden, MoePlace, MoeRoute, MoeTensors, Output, RouteGroups, Saved, Weights,
 };
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};

@@ -21,8 +21,10 @@ use crate::engine::places::Places;
 use crate::engine::portion::LEGS;
 use crate::engine::spread::{Here, sums_of_slices};
 use crate::engine::zero::Turning;
-use moejob_kernels::cuda::{AttentionDesc, GateShape, MoeDesc, Refusal, StepKernels};
-use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
+use moejob_kernels::{
+    ArenaPlan, AttentionDesc, Buffer, Device, GateShape, HeadDesc, IGNORE, KernelError, LossScale,
+    MoeDesc, Refusal, StepKernels,
+};
 use moejob_protocol::buffers::Buffers;
 use moejob_protocol::config::{Backend, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;

@@ -16,8 +16,8 @@ use crate::engine::links::WAITED;
 use crate::engine::model::Model;
 use crate::engine::round::Round;
 use crate::engine::spread::{Here, sums_of_slices};
-use moejob_kernels::Buffer;
-use moejob_kernels::cuda::{MoeDesc, MoeTensors, Need, Saved, Weights};
+use moejob_kernels::peer::Need;
+use moejob_kernels::{Buffer, MoeDesc, MoeTensors, Saved, Weights};
 use moejob_protocol::buffers::{Spread, SpreadScratch};
 use moejob_protocol::model::ModelConfig;
 

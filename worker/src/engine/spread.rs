@@ -42,10 +42,9 @@ use crate::engine::handles::Dense;
 use crate::engine::links::{Near, Packed, PeerUse, Rows};
 use crate::engine::model::Model;
 use crate::engine::portion::{Flying, Leg, Portion};
-use moejob_kernels::cuda::{Gradients, MoeDesc, MoeTensors, Saved};
 use moejob_kernels::{
-    Add, Buffer, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace,
-    MoeRouterBackward, MoeUpGradient, WireFormat,
+    Add, Buffer, Gradients, MoeCombine, MoeDesc, MoeExperts, MoeExpertsBackward, MoeHidden,
+    MoePlace, MoeRouterBackward, MoeTensors, MoeUpGradient, Saved, WireFormat,
 };
 use moejob_protocol::formats::RowFormat;
 use moejob_protocol::layout::Layout;

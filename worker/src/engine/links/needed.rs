@@ -5,7 +5,7 @@
 use super::tokens::chunks;
 use super::{Links, Parcel, Way};
 use crate::engine::group::ExpertGroup;
-use moejob_kernels::cuda::Need;
+use moejob_kernels::peer::Need;
 use moejob_kernels::{Buffer, CpuDevice, DType, Device};
 use moejob_protocol::communication::Verb;
 

@@ -25,7 +25,7 @@ use super::needed::check_nothing_else;
 use super::shared::of_all;
 use super::{Links, Parcel, Shared, Way};
 use crate::engine::group::ExpertGroup;
-use moejob_kernels::cuda::Need;
+use moejob_kernels::peer::Need;
 use moejob_kernels::{Add, Buffer, Device, Sum};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;
