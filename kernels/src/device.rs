@@ -1,6 +1,6 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::buffer::{ArenaPlan, Buffer, DType, Element};
@@ -11,35 +11,11 @@ use crate::cuda::event::Event;
 use crate::cuda::fault::Fault;
 use crate::cuda::staging::Post;
 use crate::error::{KernelError, LayerError};
+use crate::kept::Kept;
 use crate::marks::StepPhase;
-
-/// How often the host has had to do with a device's memory since the device was made. Ops, and what
-/// links move between devices, are not among it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Copies from the host.
-    pub writes: u64,
-    /// Copies to the host, each of which waits for all that was enqueued.
-    pub reads: u64,
-    /// Times the host waited without reading.
-    pub waits: u64,
-}
-
-/// The same while it is counted.
-#[derive(Debug, Default)]
-pub(crate) struct TrafficCounts {
-    pub(crate) writes: AtomicU64,
-    pub(crate) reads: AtomicU64,
-    waits: AtomicU64,
-}
-
-impl TrafficCounts {
-    fn now(&self) -> Traffic {
-        let [writes, reads, waits] =
-            [&self.writes, &self.reads, &self.waits].map(|count| count.load(Ordering::Relaxed));
-        Traffic { writes, reads, waits }
-    }
-}
+use crate::pages::Pages;
+use crate::stored::Stored;
+use crate::traffic::{Traffic, TrafficCounts};
 
 /// Where the ops run.
 ///
@@ -56,7 +32,7 @@ pub enum Device {
 /// A copy on its way to the host.
 #[derive(Debug)]
 pub struct Posted {
-    dtype: crate::DType,
+    dtype: DType,
     len: usize,
     at: At,
 }
@@ -276,6 +252,14 @@ impl Device {
         self.counts().now()
     }
 
+    /// Tables, kernels and times that are kept on this device.
+    pub(crate) fn kept(&mut self) -> &mut Kept {
+        match self {
+            Device::Cpu(cpu) => &mut cpu.kept,
+            Device::Cuda(cuda) => &mut cuda.cache.kept,
+        }
+    }
+
     pub(crate) fn counts(&self) -> &TrafficCounts {
         match self {
             Device::Cpu(cpu) => &cpu.traffic,
@@ -327,7 +311,7 @@ impl Device {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => {
-                let bytes = cpu.slice::<u8>(buffer.reinterpret(crate::DType::U8)).to_vec();
+                let bytes = cpu.slice::<u8>(buffer.reinterpret(DType::U8)).to_vec();
                 Posted { dtype: buffer.dtype(), len: buffer.len(), at: At::Host(bytes) }
             }
             Device::Cuda(cuda) => {
@@ -373,6 +357,45 @@ impl Device {
         match self {
             Device::Cpu(cpu) => cpu.fill_zero(buffer),
             Device::Cuda(cuda) => cuda.fill_zero(buffer),
+        }
+    }
+
+    /// Waits for everything enqueued, then the floats of each of some places come to the host,
+    /// where as many bytes wait for them, and `pages` of those leave or stay. From a GPU they come
+    /// together, which is faster than one by one.
+    pub fn read_all(&self, all: Vec<(Stored, &mut [u8])>, pages: Pages) {
+        self.await_marks();
+        self.counts().reads.fetch_add(all.len() as u64, Ordering::Relaxed);
+        all.iter().for_each(|(place, into)| place.check(into.len()));
+        match self {
+            Device::Cuda(cuda) => cuda.read_all(all, pages),
+            Device::Cpu(cpu) => {
+                for (place, into) in all {
+                    let parts = place.parts().map(|(of, _)| cpu.slice(of.reinterpret(DType::U8)));
+                    let parts: Vec<&[u8]> = parts.collect();
+                    place.unpack(&parts.concat(), into);
+                    pages.settle(into);
+                }
+            }
+        }
+    }
+
+    /// Floats of the host go to each of some places, which do not overlap. To a GPU they go
+    /// together, which is faster than one by one.
+    pub fn write_all(&mut self, all: &[(Stored, &[u8])]) {
+        self.counts().writes.fetch_add(all.len() as u64, Ordering::Relaxed);
+        all.iter().for_each(|(place, from)| place.check(from.len()));
+        match self {
+            Device::Cuda(cuda) => cuda.write_all(all),
+            Device::Cpu(cpu) => {
+                for (place, from) in all {
+                    let mut packed = vec![0; place.packed_bytes(from.len())];
+                    place.pack(from, &mut packed);
+                    for (part, at) in place.packed(from.len()) {
+                        cpu.slice_mut(part.reinterpret(DType::U8)).copy_from_slice(&packed[at]);
+                    }
+                }
+            }
         }
     }
 }

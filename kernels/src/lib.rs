@@ -2,8 +2,12 @@
 //!
 //! ```text
 //! ArenaPlan -> Buffer (kind, offset, length)      planned once, before anything is computed
-//! Device::cpu(threads, arena bytes), Device::cuda(ordinal, arena bytes)   one match per op
+//! Device::cpu(threads, arena bytes), Device::cuda(ordinal, arena bytes)
 //! device.op(&Op { sizes, buffers })               enqueues; the host reads results once a step
+//!
+//! ops/table.rs          every op, on every device
+//! ops/OP/op.rs          the contract; cpu.rs the reference; cuda.rs and *.cu the launch
+//! cpu/, cuda/           the machines, which know no op
 //! ```
 //! Each op is a struct whose named fields are its sizes and its buffers. Its documentation is the
 //! contract that every device honours: the equation, the shapes, the order of every sum. The CPU
@@ -18,10 +22,12 @@
 mod buffer;
 mod device;
 mod error;
+mod kept;
 mod marks;
 mod pages;
 mod stored;
 mod stretch;
+mod traffic;
 mod types;
 
 pub mod memory_bounds;
@@ -34,17 +40,17 @@ mod ops;
 
 pub use buffer::{Pair, ArenaPlan, Buffer, DType, Element};
 pub use cpu::{CpuDevice, float::Float, isa::Isa};
-pub use device::{Device, Posted, Traffic};
+pub use device::{Device, Posted};
 pub use error::{KernelError, Lack, LayerError, Refusal};
 pub use pages::Pages;
 pub use stored::Stored;
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
+pub use traffic::Traffic;
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
 pub use types::{Activation, Layout, MoeActivation, NO_EXPERT, Output, RouteGroups, Scoring};
 
 pub use ops::attention::cuda::AttentionKernels;
-pub use ops::attention::op::{Attention, AttentionBackward, CachedAttention};
-pub use ops::attention::shape::AttentionDesc;
+pub use ops::attention::op::{Attention, AttentionBackward, AttentionDesc, CachedAttention};
 pub use ops::bucket::op::{
     BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master, SQUARE_SUM_BLOCK,
 };
@@ -63,7 +69,6 @@ pub use ops::head::op::{
     HeadDesc, HeadGradient, HeadLoss, HeadPlan, IGNORE, head_numbers,
 };
 pub use ops::kernel_list::StepKernels;
-pub use ops::matmul::cuda::NotTaken;
 pub use ops::matmul::op::{AddBias, BiasBackward, Matmul};
 pub use ops::mixture::desc::{Gradients, MoeDesc, MoeTensors, Saved, Stacked, Weights};
 pub use ops::mixture::layer::{MoeLayer, Observer};
@@ -90,10 +95,11 @@ pub mod peer {
     pub use crate::ops::peer::cuda::{
         Awaited, COUNTS_MAX, MoveRows, PEERS_MAX, PeerDesc, PeerFailure, PeerLinks,
     };
-    pub use crate::ops::peer::group::{GatherRows, Need, ScatterRows, rooms_of_group};
+    pub use crate::ops::peer::group::rooms_of_group;
+    pub use crate::ops::peer::op::{GatherRows, Need, ScatterRows};
 }
 
-/// What the mixture layer and the head of processors consist of.
+/// Parts of the mixture layer and of the head, which processors alone have by themselves.
 pub mod parts {
     pub use crate::ops::head::cpu::CrossEntropy;
     pub use crate::ops::mixture::cpu::experts::{

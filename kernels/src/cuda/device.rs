@@ -1,38 +1,28 @@
-//! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
+//! A GPU as a [`crate::Device`]: one arena, one stream, and a cache of kernels.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::buffer::{ArenaPlan, Buffer, Element};
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
 use crate::cuda::captured::Graphs;
 use crate::cuda::comm_lane::CommLane;
 use crate::cuda::compile::Compiler;
 use crate::cuda::cubins::default_cache_dir;
+use crate::cuda::dense_device::DenseState;
 use crate::cuda::driver::{Arena, Gpu, Stream};
+use crate::cuda::enqueue::KernelCache;
 use crate::cuda::error::CudaError;
 use crate::cuda::event::Event;
 use crate::cuda::fault::Fault;
 use crate::cuda::lane::{self, Lane};
 use crate::cuda::room::{self, Wanted};
 use crate::cuda::staging::{self, Post, Staging};
-use crate::cuda::step_ops::StepOps;
 use crate::cuda::token_lane::TokenLane;
 use crate::cuda::transfer::{self, Transfer};
-use crate::device::TrafficCounts;
 use crate::error::LayerError;
-use crate::marks::{Marks, Phases};
-use crate::ops::attention::cuda::AttentionKernels;
-use crate::ops::attention::op::{Attention, AttentionBackward};
-use crate::ops::attention::shape::AttentionDesc;
-use crate::ops::gate::cuda::GateKernels;
-use crate::ops::head::cuda::Head;
-use crate::ops::matmul::cuda::DenseState;
-use crate::ops::mixture::cuda::Here;
-use crate::ops::mixture::desc::MoeDesc;
-use crate::ops::mixture::layer::MoeLayer;
-use crate::ops::mixture::op::{MoeBackward, MoeForward, MoeHidden, MoePlan};
 use crate::pages::Pages;
 use crate::stored::Stored;
+use crate::traffic::TrafficCounts;
 
 /// Asked while the host waits for a device whose work may wait for other devices: nothing on a GPU
 /// notices that one of them is gone.
@@ -59,25 +49,18 @@ pub struct CudaDevice {
     pub(crate) compiler: Compiler,
     pub(crate) stream: Stream,
     pub(crate) arena: Arena,
-    pub(crate) step_ops: Box<StepOps>,
-    layers: Vec<MoeLayer>,
-    pub(crate) heres: Vec<Here>,
+    pub(crate) cache: Box<KernelCache>,
     pub(crate) dense: DenseState,
-    pub(crate) heads: Vec<Head>,
-    pub(crate) gates: Vec<GateKernels>,
-    attentions: Vec<AttentionKernels>,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
     staging: Mutex<Staging>,
     pub(crate) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
-    pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
     pub(crate) comm_lane: Option<CommLane>,
     pub(crate) token_lane: Option<TokenLane>,
-    pub(crate) phases: Phases,
 }
 
 impl CudaDevice {
@@ -107,24 +90,17 @@ impl CudaDevice {
             compiler,
             stream,
             arena,
-            step_ops: Box::default(),
-            layers: Vec::new(),
-            heres: Vec::new(),
+            cache: Box::default(),
             dense: DenseState::default(),
-            heads: Vec::new(),
-            gates: Vec::new(),
-            attentions: Vec::new(),
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
             staging: Mutex::default(),
             lane: None,
             traffic: TrafficCounts::default(),
-            marks: None,
             watch: None,
             wait_max: Duration::MAX,
             comm_lane: None,
             token_lane: None,
-            phases: Phases::default(),
         };
         device.reserve(Wanted { arena: arena_bytes, ..Wanted::default() })?;
         Ok(device)
@@ -156,10 +132,10 @@ impl CudaDevice {
             }
         };
         let mut all = ArenaPlan::new();
-        let whole = all.alloc(crate::DType::U8, wanted.arena);
+        let whole = all.alloc(DType::U8, wanted.arena);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
         if wanted.shared > 0 {
-            let shared = all.alloc_shared(crate::DType::U8, wanted.shared);
+            let shared = all.alloc_shared(DType::U8, wanted.shared);
             self.arena.fill_bytes(&self.stream, shared, 0)?;
         }
         self.stream.synchronize()
@@ -437,100 +413,5 @@ impl CudaDevice {
 
     pub(crate) fn fill_zero(&self, buffer: Buffer) {
         self.attempt(|| Ok(self.arena.fill_bytes(&self.stream, buffer, 0)?));
-    }
-
-    /// The layer of `desc`, its kernels compiled and loaded.
-    fn layer(&mut self, desc: &MoeDesc) -> Result<usize, LayerError> {
-        if let Some(at) = self.layers.iter().position(|layer| layer.desc() == desc) {
-            return Ok(at);
-        }
-        self.layers.push(MoeLayer::new(&self.compiler, *desc, &|_, _| ())?);
-        Ok(self.layers.len() - 1)
-    }
-
-    pub(crate) fn moe_plan(
-        &mut self,
-        desc: &MoeDesc,
-        plan: &mut ArenaPlan,
-    ) -> Result<MoePlan, LayerError> {
-        self.gpu().make_current()?;
-        let at = self.layer(desc)?;
-        let layer = &self.layers[at];
-        let saved = layer.plan_saved(plan);
-        Ok(MoePlan { saved, workspace_bytes: layer.workspace_bytes() })
-    }
-
-    /// `op` on the layer of `desc`, which may have to be made: kernels are made once.
-    pub(crate) fn on_layer(
-        &mut self,
-        desc: &MoeDesc,
-        op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
-    ) {
-        let at = match self.layer(desc) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let free = self.kept_free().products;
-        self.layers[at].leave_free(free);
-        self.attempt(|| Ok(op(&self.layers[at], &self.stream, &self.arena)?));
-    }
-
-    pub(crate) fn moe_forward(&mut self, op: &MoeForward) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.forward(stream, arena, &op.tensors, op.out)
-        });
-    }
-
-    pub(crate) fn moe_hidden(&mut self, op: &MoeHidden) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.hidden_again(stream, arena, &op.tensors)
-        });
-    }
-
-    pub(crate) fn moe_backward(&mut self, op: &MoeBackward) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
-        });
-    }
-
-    /// The kernels of `desc`, compiled and loaded.
-    fn attention_kernels(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
-        if let Some(at) = self.attentions.iter().position(|kernels| kernels.desc() == desc) {
-            return Ok(at);
-        }
-        self.gpu().make_current()?;
-        self.attentions.push(AttentionKernels::new(&self.compiler, *desc)?);
-        Ok(self.attentions.len() - 1)
-    }
-
-    pub(crate) fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
-        let at = self.attention_kernels(desc)?;
-        Ok(self.attentions[at].workspace_bytes())
-    }
-
-    fn on_attention(
-        &mut self,
-        desc: &AttentionDesc,
-        op: impl FnOnce(&AttentionKernels, &Stream, &Arena) -> Result<(), CudaError>,
-    ) {
-        let at = match self.attention_kernels(desc) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let free = self.kept_free().attention;
-        self.attentions[at].leave_free(free);
-        self.attempt(|| Ok(op(&self.attentions[at], &self.stream, &self.arena)?));
-    }
-
-    pub(crate) fn attention(&mut self, op: &Attention) {
-        self.on_attention(&AttentionDesc::of(op), |kernels, stream, arena| {
-            kernels.forward(stream, arena, op, &mut |_| Ok(()))
-        });
-    }
-
-    pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
-        self.on_attention(&AttentionDesc::of(&op.forward), |kernels, stream, arena| {
-            kernels.backward(stream, arena, op, &mut |_| Ok(()))
-        });
     }
 }

@@ -11,12 +11,16 @@ use cudarc::driver::{result as cu, sys};
 use crate::buffer::{Buffer, Element};
 use crate::cuda::error::{CudaError, Doing};
 use crate::cuda::event::Event;
-use crate::cuda::given::{Said, check_name};
+use crate::cuda::given::{Said, check_name, shares};
 use crate::cuda::growing::Growing;
 use crate::cuda::host_memory::HostMemory;
 use crate::cuda::libraries::DRIVER;
-use crate::cuda::machine::{device, shares};
 use crate::cuda::window::{Joined, Window};
+
+/// As the driver counts it.
+pub(crate) fn device(ordinal: usize) -> Result<sys::CUdevice, cudarc::driver::DriverError> {
+    cu::device::get(i32::try_from(ordinal / shares()).unwrap_or(i32::MAX))
+}
 
 /// One GPU and its primary context. Cheap to clone.
 #[derive(Clone, Debug)]

@@ -5,11 +5,21 @@
 //! take them in its order. The variable chooses nothing here: it names a GPU that should be there
 //! and is not, and a part of one, which no engine takes.
 
-use crate::cuda::machine::shares;
+use std::sync::OnceLock;
 
 /// What a device plugin tells the container runtime.
 pub const ENV_GIVEN: &str = "NVIDIA_VISIBLE_DEVICES";
 const ENV_CHOSEN: &str = "CUDA_VISIBLE_DEVICES";
+
+/// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
+const ENV_SHARES: &str = "MOEJOB_GPU_SHARES";
+
+/// How many ranks may share a GPU: 1, unless the environment says more.
+pub fn shares() -> usize {
+    static SHARES: OnceLock<usize> = OnceLock::new();
+    let read = || std::env::var(ENV_SHARES).ok()?.parse().ok().filter(|count| *count > 0);
+    *SHARES.get_or_init(|| read().unwrap_or(1))
+}
 
 /// What the variable says.
 #[derive(Clone, Debug, PartialEq, Eq)]

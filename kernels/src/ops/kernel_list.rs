@@ -6,17 +6,24 @@ use std::collections::HashSet;
 use crate::buffer::DType;
 use crate::cuda::arch::Arch;
 use crate::cuda::compile::Source;
+use crate::cuda::enqueue::Unit;
 use crate::cuda::gemm::GemmConfig;
-use crate::cuda::step_ops::{MasterKind, Unit};
-use crate::ops::attention::shape::AttentionDesc;
+use crate::ops::attention::op::AttentionDesc;
+use crate::ops::bucket::cuda::{MasterKind, adamw_unit, numbers_unit};
+use crate::ops::convert::cuda as convert;
+use crate::ops::elementwise::cuda as elementwise;
+use crate::ops::embed::cuda as embed;
 use crate::ops::gate::cuda::GateShape;
 use crate::ops::head::cuda as head;
 use crate::ops::head::op::HeadDesc;
+use crate::ops::matmul::cuda as matmul;
 use crate::ops::mixture::cuda as here;
 use crate::ops::mixture::desc::MoeDesc;
 use crate::ops::mixture::layer::MoeLayer;
-use crate::ops::norm::cuda::{norm_unit, rope_unit};
+use crate::ops::norm::cuda::norm_unit;
 use crate::ops::peer::cuda as peer;
+use crate::ops::rope::cuda::rope_unit;
+use crate::ops::router::cuda as router;
 
 /// What the kernels of a step depend on.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,27 +105,28 @@ impl StepKernels {
     fn units(&self) -> Vec<Unit> {
         let StepKernels { element, gradient, moment, .. } = *self;
         let both = [false, true];
-        let mut units = vec![Unit::Convert, Unit::Router];
+        let mut units = vec![convert::unit(), router::unit()];
         for dim in &self.norms {
-            units.extend(both.map(|backward| norm_unit(element, *dim, backward)));
+            units.extend(both.map(|backward| norm_unit(element, *dim, backward).0));
         }
         for (heads, norm) in &self.turns {
-            units.extend(both.map(|back| rope_unit(element, self.head_dim, *heads, *norm, back)));
+            let unit = |back| rope_unit(element, self.head_dim, *heads, *norm, back).unit;
+            units.extend(both.map(unit));
         }
         let kinds = [element, gradient, DType::F32];
-        units.extend(kinds.map(|element| Unit::Elementwise { element }));
-        units.extend(kinds.map(|element| Unit::ColumnSums { element }));
-        units.extend(kinds.map(|gradient| Unit::Numbers { gradient }));
-        units.extend(kinds.map(|table| Unit::Embed { element, table }));
+        units.extend(kinds.map(elementwise::unit));
+        units.extend(kinds.map(matmul::unit));
+        units.extend(kinds.map(numbers_unit));
+        units.extend(kinds.map(|table| embed::unit(element, table)));
         let master = match element {
             DType::F32 => MasterKind::Weight,
             DType::Bf16 => MasterKind::LowBits,
             _ => MasterKind::Separate,
         };
-        units.push(Unit::AdamW { master, weight: element, moment, gradient });
+        units.push(adamw_unit(master, [element, moment, gradient]));
         // Vectors, such as the weights of norms, are fp32 in every precision.
         let (master, whole) = (MasterKind::Weight, DType::F32);
-        units.push(Unit::AdamW { master, weight: whole, moment, gradient: whole });
+        units.push(adamw_unit(master, [whole, moment, whole]));
         each_once(units)
     }
 }
@@ -127,4 +135,182 @@ impl StepKernels {
 fn each_once<T: Clone + Eq + std::hash::Hash>(all: impl IntoIterator<Item = T>) -> Vec<T> {
     let mut seen = HashSet::new();
     all.into_iter().filter(|one| seen.insert(one.clone())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::cuda::compile::{compile, compile_into, in_turn};
+    use crate::cuda::libraries::NVRTC;
+    use crate::ops::attention::cuda::cache_unit;
+    use crate::ops::gate;
+    use crate::ops::wire::cuda as wire;
+    use crate::types::{MoeActivation, Output};
+
+
+    /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
+    /// that a machine without a device fills the cache of one that has it.
+    fn check_that_all_compile(test: &str, sources: HashSet<Source>) {
+        if let Err(error) = NVRTC.require() {
+            return eprintln!("skipped: {test}: {error}");
+        }
+        let folder = std::env::var_os("MOEJOB_CUBIN_CACHE").map(PathBuf::from);
+        let sources: Vec<Source> = sources.into_iter().collect();
+        let Some(folder) = folder else {
+            let cubins = in_turn(&sources, &|_, _| (), compile);
+            for (source, cubin) in sources.iter().zip(cubins) {
+                let cubin = cubin.unwrap_or_else(|error| panic!("{error}"));
+                assert!(!cubin.is_empty(), "{}", source.label);
+            }
+            return;
+        };
+        compile_into(&folder, &sources, &|_, _| ()).unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Every kernel of attention: heads for each path, masked and not, both backwards.
+    #[test]
+    fn the_kernels_of_attention_compile() {
+        let mut sources = HashSet::new();
+        let halves = [DType::Bf16, DType::F16];
+        for (arch, elements, head_dims) in ATTENTIONS {
+            for element in elements.unwrap_or(&halves) {
+                for head_dim in head_dims {
+                    for bits in 0..4 {
+                        let desc = AttentionDesc {
+                            element: *element,
+                            batch: 2,
+                            seq: 512,
+                            heads: 8,
+                            kv_heads: if bits & 1 == 0 { 8 } else { 2 },
+                            head_dim: *head_dim,
+                            scale: 0.1,
+                            documents: bits & 2 != 0,
+                            window: None,
+                            deterministic: false,
+                        };
+                        sources.extend(desc.sources(arch));
+                        let desc = AttentionDesc { deterministic: true, ..desc };
+                        sources.extend(desc.sources(arch));
+                    }
+                }
+            }
+        }
+        check_that_all_compile("the_kernels_of_attention_compile", sources);
+    }
+
+    /// Elements (none: both of 16 bits) and head dims.
+    const ATTENTIONS: [(Arch, Option<&[DType]>, &[usize]); 3] = [
+        (Arch::Hopper, None, &[64, 96, 128]),
+        (Arch::Ampere("sm_80"), None, &[72, 128, 256]),
+        (Arch::Plain("sm_80"), Some(&[DType::F32]), &[40, 256]),
+    ];
+
+    /// Every kernel of a layer, for both paths and all elements.
+    #[test]
+    fn the_kernels_of_layers_compile() {
+        let mut sources = HashSet::new();
+        for (arch, elements) in [
+            (Arch::Hopper, [DType::Bf16, DType::F16].as_slice()),
+            (Arch::Ampere("sm_80"), &[DType::Bf16, DType::F16]),
+            (Arch::Plain("sm_80"), &[DType::F32]),
+        ] {
+            for (element, gated) in elements.iter().flat_map(|e| [(*e, true), (*e, false)]) {
+                let desc = MoeDesc { element, gated, ..layer_desc() };
+                let configs = MoeLayer::configs(arch, &desc);
+                sources.extend(configs.iter().map(GemmConfig::source));
+                sources.insert(desc.route().source(arch.target()));
+                sources.insert(desc.route().rows_source(arch.target()));
+                // Experts that choose leave a slot for each of them.
+                let all = MoeDesc { top_k: 40, ..desc };
+                sources.insert(all.route().rows_source(arch.target()));
+                sources.insert(here::source(all.top_k, arch.target()));
+            }
+        }
+        check_that_all_compile("the_kernels_of_layers_compile", sources);
+    }
+
+    /// The same of the ops of a step.
+    #[test]
+    fn the_kernels_of_a_step_compile() {
+        let units = units();
+        let of = |arch| units.iter().map(move |unit| unit.source(arch));
+        let sources = of("sm_90a").chain(of("sm_80")).collect();
+        check_that_all_compile("the_kernels_of_a_step_compile", sources);
+    }
+
+    /// And of heads and gates.
+    #[test]
+    fn the_kernels_of_heads_and_gates_compile() {
+        let arches = [Arch::Hopper, Arch::Ampere("sm_80")];
+        let heads = arches.into_iter().flat_map(head::tests::sources);
+        let gates = |arch: Arch| gate::cuda::tests::sources(arch.target());
+        let sources = heads.chain(arches.into_iter().flat_map(gates)).collect();
+        check_that_all_compile("the_kernels_of_heads_and_gates_compile", sources);
+    }
+
+    /// And of links between GPUs.
+    #[test]
+    fn the_kernels_of_links_compile() {
+        let source = |arch: Arch| peer::source(arch.target());
+        let sources = [Arch::Hopper, Arch::Ampere("sm_80")].into_iter().map(source).collect();
+        check_that_all_compile("the_kernels_of_links_compile", sources);
+    }
+
+    fn layer_desc() -> MoeDesc {
+        MoeDesc {
+            element: DType::Bf16,
+            tokens: 4096,
+            dim: 2048,
+            hidden: 768,
+            experts: 128,
+            top_k: 8,
+            part: false,
+            activation: MoeActivation::Silu,
+            gated: true,
+            sigmoid: false,
+            norm_topk: true,
+            scale: 1.0,
+            groups: None,
+            segments: 1,
+            sources: 1,
+            aux_coef: 0.01,
+            z_coef: 0.001,
+            weight_gradients: Output::Element,
+        }
+    }
+
+    /// A unit of every kind, for every element and odd sizes: what tests compile.
+    fn units() -> Vec<Unit> {
+        let mut units = vec![convert::unit(), router::unit()];
+        units.extend([DType::Bf16, DType::F32].map(wire::unit));
+        for element in [DType::Bf16, DType::F16, DType::F32] {
+            for dim in [33, 2048] {
+                units.extend([false, true].map(|backward| norm_unit(element, dim, backward).0));
+            }
+            for (head_dim, heads, norm) in [(128, 16, true), (128, 1, true), (34, 3, false)] {
+                let unit = |backward| rope_unit(element, head_dim, heads, norm, backward).unit;
+                units.extend([false, true].map(unit));
+            }
+            units.extend([matmul::unit(element), elementwise::unit(element)]);
+            units.push(embed::unit(element, element));
+            units.push(embed::unit(element, DType::F32));
+            units.push(numbers_unit(element));
+            units.extend([16, 96, 128, 256].map(|head_dim| cache_unit(element, head_dim)));
+        }
+        for moment in [DType::F32, DType::Bf16] {
+            for (master, weight, gradient) in [
+                (MasterKind::Weight, DType::F32, DType::F32),
+                (MasterKind::LowBits, DType::Bf16, DType::Bf16),
+                (MasterKind::LowBits, DType::Bf16, DType::F32),
+                (MasterKind::Separate, DType::F16, DType::F16),
+                (MasterKind::Separate, DType::F16, DType::F32),
+                (MasterKind::Separate, DType::Bf16, DType::Bf16),
+            ] {
+                units.push(adamw_unit(master, [weight, moment, gradient]));
+            }
+        }
+        units
+    }
 }

@@ -1,5 +1,6 @@
 //! Ops, each in a room of its own: `op.rs` is the contract, `cpu.rs` the reference, and `cuda.rs`
-//! with the `.cu` files beside it what a GPU does.
+//! with the `.cu` files beside it what a GPU does. `tests/floors.rs` holds that contracts know no
+//! device, and that the machines know no op.
 
 pub(crate) mod embed {
     pub(crate) mod cpu;
@@ -12,11 +13,13 @@ pub(crate) mod norm {
     pub(crate) mod op;
 }
 pub(crate) mod matmul {
+    pub(crate) mod cpu;
     pub(crate) mod cuda;
     pub(crate) mod op;
 }
 pub(crate) mod rope {
     pub(crate) mod cpu;
+    pub(crate) mod cuda;
     pub(crate) mod op;
 }
 pub(crate) mod attention {
@@ -47,6 +50,7 @@ pub(crate) mod mixture {
 }
 pub(crate) mod slices {
     pub(crate) mod cpu;
+    pub(crate) mod cuda;
     pub(crate) mod op;
 }
 pub(crate) mod peer {
@@ -54,6 +58,7 @@ pub(crate) mod peer {
     pub(crate) mod cuda;
     pub(crate) mod group;
     pub(crate) mod in_place;
+    pub(crate) mod op;
 }
 pub(crate) mod wire {
     pub(crate) mod cpu;

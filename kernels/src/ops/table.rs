@@ -8,8 +8,7 @@ use crate::buffer::{ArenaPlan, DType};
 use crate::device::Device;
 use crate::error::LayerError;
 use crate::ops::{gate, mixture};
-use crate::ops::attention::op::{Attention, AttentionBackward, CachedAttention};
-use crate::ops::attention::shape::AttentionDesc;
+use crate::ops::attention::op::{Attention, AttentionBackward, AttentionDesc, CachedAttention};
 use crate::ops::bucket::op::{BucketAdamW, DecideUpdate, GradientNumbers};
 use crate::ops::convert::op::{AddUp, Cast, JoinMaster, SplitMaster};
 use crate::ops::elementwise::op::{

@@ -14,16 +14,27 @@ use cudarc::driver::sys;
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::arch::Arch;
-use crate::cuda::compile::Compiler;
+use crate::cuda::compile::{Compiler, element_macro};
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::enqueue::{ELEMENTS, Kernels, SCRATCH_BYTES, Text, Unit};
 use crate::cuda::error::CudaError;
-use crate::cuda::step_ops::{SCRATCH_BYTES, Unit};
 use crate::cuda::tensor_map::HeadMatrix;
 use crate::error::LayerError;
-use crate::ops::attention::op::{Attention, AttentionBackward, CachedAttention};
-use crate::ops::attention::shape::{AttentionDesc, Tiles, Workspace};
+use crate::ops::attention::op::{Attention, AttentionBackward, AttentionDesc, CachedAttention};
+use crate::ops::attention::shape::{Tiles, Workspace};
 use crate::ops::mixture::layer::Observer;
+
+static CACHE: Text = Text {
+    name: "cache",
+    macros: &["ELEMENT", "HEAD_DIM"],
+    constants: &[],
+    parts: &[ELEMENTS, include_str!("cached_attention.cu")],
+};
+
+pub(crate) fn cache_unit(element: DType, head_dim: usize) -> Unit {
+    CACHE.unit([element_macro(element), head_dim])
+}
 
 /// Keys of a part, as cached_attention.cu has it.
 const PART: usize = 256;
@@ -42,7 +53,7 @@ impl CudaDevice {
             let [keys, values] =
                 [op.keys, op.values].map(|of| to.of(of, element, capacity * width));
             assert!(past + queries <= capacity && capacity <= PART * GRID_MAX, "{op:?}");
-            let unit = Unit::CachedAttention { element, head_dim };
+            let unit = cache_unit(element, head_dim);
             let parts = (past + queries).div_ceil(PART);
             // Queries whose parts the scratch has room for.
             let words = heads * parts * (head_dim + 2);
@@ -77,6 +88,48 @@ impl CudaDevice {
             }
             Ok(())
         });
+    }
+}
+
+impl CudaDevice {
+    pub(crate) fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
+        Ok(self.kernels::<AttentionKernels>(desc)?.workspace_bytes())
+    }
+
+    fn on_attention(
+        &mut self,
+        desc: &AttentionDesc,
+        op: impl FnOnce(&AttentionKernels, &Stream, &Arena) -> Result<(), CudaError>,
+    ) {
+        let free = self.kept_free().attention;
+        self.on::<AttentionKernels>(desc, |kernels, stream, arena| {
+            kernels.leave_free(free);
+            op(kernels, stream, arena)
+        });
+    }
+
+    pub(crate) fn attention(&mut self, op: &Attention) {
+        self.on_attention(&AttentionDesc::of(op), |kernels, stream, arena| {
+            kernels.forward(stream, arena, op, &mut |_| Ok(()))
+        });
+    }
+
+    pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
+        self.on_attention(&AttentionDesc::of(&op.forward), |kernels, stream, arena| {
+            kernels.backward(stream, arena, op, &mut |_| Ok(()))
+        });
+    }
+}
+
+impl Kernels for AttentionKernels {
+    type Desc = AttentionDesc;
+
+    fn make(compiler: &Compiler, desc: &AttentionDesc) -> Result<AttentionKernels, LayerError> {
+        AttentionKernels::new(compiler, *desc)
+    }
+
+    fn desc(&self) -> &AttentionDesc {
+        &self.desc
     }
 }
 

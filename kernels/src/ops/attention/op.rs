@@ -1,7 +1,10 @@
 //! Causal grouped-query attention, with softmax statistics kept instead of probabilities (Dao et
 //! al. 2022).
 
-use crate::buffer::Buffer;
+use moejob_protocol::kernel_sizes::AttentionSizes;
+
+use crate::buffer::{Buffer, DType};
+use crate::error::{Refusal, all_taken, range};
 
 /// Per sequence, head n (which shares key and value head n / (N / KV)) and query i:
 /// s[j] = scale * <q[i], k[j]> for max(starts[i], i + 1 - window) <= j <= i; lse = ln sum_j e^s[j];
@@ -86,4 +89,80 @@ pub struct CachedAttention {
     pub values: Buffer,
     /// Output [queries, N * H]
     pub o: Buffer,
+}
+
+/// What the kernels of an attention depend on. See [`crate::Attention`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDesc {
+    /// Of q, k, v, o and their gradients: bf16, fp16, or fp32 for checks. Sums, lse and softmax
+    /// are fp32
+    pub element: DType,
+    pub batch: usize,
+    pub seq: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f32,
+    /// Whether queries have `starts`
+    pub documents: bool,
+    pub window: Option<usize>,
+    pub deterministic: bool,
+}
+
+impl AttentionDesc {
+    pub const HEAD_DIM_MAX: usize = 256;
+
+    /// The shape of `op`.
+    pub fn of(op: &Attention) -> AttentionDesc {
+        AttentionDesc {
+            element: op.q.dtype(),
+            batch: op.batch,
+            seq: op.seq,
+            heads: op.heads,
+            kv_heads: op.kv_heads,
+            head_dim: op.head_dim,
+            scale: op.scale as f32,
+            documents: op.starts.is_some(),
+            window: op.window,
+            deterministic: op.deterministic,
+        }
+    }
+
+    /// Useful floating-point operations of causal attention to all keys, forward and backward, what
+    /// backward computes again left out.
+    pub fn flops(&self) -> (f64, f64) {
+        let pairs = (self.seq * self.seq) as f64 / 2.0;
+        let forward = 4.0 * pairs * (self.batch * self.heads * self.head_dim) as f64;
+        (forward, 2.5 * forward)
+    }
+
+    pub fn check(&self) -> Result<(), Refusal> {
+        if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
+            let devices = "attention on a GPU is in bf16, fp16 or fp32";
+            return Err(Refusal::Element { found: self.element, devices });
+        }
+        range("batch", self.batch, 1, usize::MAX)?;
+        range("seq", self.seq, 1, 1 << 24)?;
+        range("heads", self.heads, 1, 1 << 12)?;
+        range("kv_heads", self.kv_heads, 1, self.heads)?;
+        range("head_dim", self.head_dim, 8, Self::HEAD_DIM_MAX)?;
+        range("window", self.window.unwrap_or(1), 1, 1 << 30)?;
+        for (name, found, multiple) in
+            [("head_dim", self.head_dim, 8), ("heads", self.heads, self.kv_heads)]
+        {
+            if !found.is_multiple_of(multiple) {
+                return Err(Refusal::Unaligned { name, found, multiple });
+            }
+        }
+        let sizes = AttentionSizes {
+            sequences: self.batch as u64,
+            sequence_length: self.seq as u64,
+            heads: self.heads as u64,
+        };
+        all_taken(sizes.refused())
+    }
+
+    pub(crate) fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
 }

@@ -1,30 +1,11 @@
 //! An attention's shape: which kernels it takes, their text, and how its tiles are spread.
 
-use moejob_protocol::kernel_sizes::{AttentionSizes, QUERY_PADDING};
+use moejob_protocol::kernel_sizes::QUERY_PADDING;
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::arch::Arch;
 use crate::cuda::compile::{Source, element_macro};
-use crate::error::{Refusal, all_taken, range};
-use crate::ops::attention::op::Attention;
-
-/// What the kernels of an attention depend on. See [`crate::Attention`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionDesc {
-    /// Of q, k, v, o and their gradients: bf16, fp16, or fp32 for checks. Sums, lse and softmax
-    /// are fp32
-    pub element: DType,
-    pub batch: usize,
-    pub seq: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub scale: f32,
-    /// Whether queries have `starts`
-    pub documents: bool,
-    pub window: Option<usize>,
-    pub deterministic: bool,
-}
+use crate::ops::attention::op::AttentionDesc;
 
 /// Ranges of a workspace, all for backward.
 #[derive(Clone, Copy, Debug)]
@@ -54,58 +35,6 @@ const ORDERED_SEQ_MAX: usize = 4096;
 const PADDING: usize = QUERY_PADDING as usize;
 
 impl AttentionDesc {
-    pub const HEAD_DIM_MAX: usize = 256;
-
-    /// The shape of `op`.
-    pub fn of(op: &Attention) -> AttentionDesc {
-        AttentionDesc {
-            element: op.q.dtype(),
-            batch: op.batch,
-            seq: op.seq,
-            heads: op.heads,
-            kv_heads: op.kv_heads,
-            head_dim: op.head_dim,
-            scale: op.scale as f32,
-            documents: op.starts.is_some(),
-            window: op.window,
-            deterministic: op.deterministic,
-        }
-    }
-
-    /// Useful floating-point operations of causal attention to all keys, forward and backward, what
-    /// backward computes again left out.
-    pub fn flops(&self) -> (f64, f64) {
-        let pairs = (self.seq * self.seq) as f64 / 2.0;
-        let forward = 4.0 * pairs * (self.batch * self.heads * self.head_dim) as f64;
-        (forward, 2.5 * forward)
-    }
-
-    pub fn check(&self) -> Result<(), Refusal> {
-        if !matches!(self.element, DType::Bf16 | DType::F16 | DType::F32) {
-            let devices = "attention on a GPU is in bf16, fp16 or fp32";
-            return Err(Refusal::Element { found: self.element, devices });
-        }
-        range("batch", self.batch, 1, usize::MAX)?;
-        range("seq", self.seq, 1, 1 << 24)?;
-        range("heads", self.heads, 1, 1 << 12)?;
-        range("kv_heads", self.kv_heads, 1, self.heads)?;
-        range("head_dim", self.head_dim, 8, Self::HEAD_DIM_MAX)?;
-        range("window", self.window.unwrap_or(1), 1, 1 << 30)?;
-        for (name, found, multiple) in
-            [("head_dim", self.head_dim, 8), ("heads", self.heads, self.kv_heads)]
-        {
-            if !found.is_multiple_of(multiple) {
-                return Err(Refusal::Unaligned { name, found, multiple });
-            }
-        }
-        let sizes = AttentionSizes {
-            sequences: self.batch as u64,
-            sequence_length: self.seq as u64,
-            heads: self.heads as u64,
-        };
-        all_taken(sizes.refused())
-    }
-
     /// The instructions that this shape takes on a device of `arch`.
     pub fn arch(&self, arch: Arch) -> Arch {
         match (arch, self.element) {
@@ -123,10 +52,6 @@ impl AttentionDesc {
     /// Rows of a head in lse2 and delta.
     pub(crate) fn padded(&self) -> usize {
         self.seq.next_multiple_of(PADDING)
-    }
-
-    pub(crate) fn tokens(&self) -> usize {
-        self.batch * self.seq
     }
 
     /// Whether Hopper's backward adds dq up in a fixed order. That needs neither zeros before nor a

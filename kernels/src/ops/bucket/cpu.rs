@@ -14,8 +14,8 @@ use crate::ops::bucket::op::{
 use crate::ops::bucket::step_numbers::{
     CLASSES_MAX, StepClass, StepControl, StepNumbers, StepParams,
 };
-use crate::ops::convert::op::{join, split};
 use crate::philox::philox4x32_10;
+use crate::stored::{join, split};
 
 /// The coefficients of one update, computed in f64 and rounded once.
 pub(crate) struct Factors<T> {

@@ -1,13 +1,76 @@
 //! The end of a step: numbers of gradients, what they decide, and AdamW a bucket.
 
 use crate::buffer::{ArenaPlan, DType};
+use crate::cuda::compile::element_macro;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
+use crate::cuda::enqueue::{ELEMENTS, Enqueue, PHILOX, Text, Unit};
 use crate::cuda::error::CudaError;
-use crate::cuda::step_ops::{Enqueue, MasterKind, Unit};
-use crate::ops::bucket::op::{BucketAdamW, DecideUpdate, GradientNumbers, Master};
+use crate::ops::bucket::op::{BucketAdamW, BucketBlock, DecideUpdate, GradientNumbers, Master};
 use crate::ops::bucket::step_numbers::{StepControl, StepNumbers, StepParams};
-use crate::ops::router::op::{MoveCorrections, SumRows};
+
+/// The places in the vectors of numbers, as macros.
+const PLACES: &[(&str, usize)] = &[
+    ("NUMBER_LOSS", StepNumbers::LOSS),
+    ("NUMBER_VALID_TARGETS", StepNumbers::VALID_TARGETS),
+    ("NUMBER_AUX_LOSS", StepNumbers::AUX_LOSS),
+    ("NUMBER_Z_LOSS", StepNumbers::Z_LOSS),
+    ("NUMBER_SQUARED_NORM", StepNumbers::SQUARED_NORM),
+    ("NUMBER_NON_FINITE", StepNumbers::NON_FINITE),
+    ("NUMBER_ROUTED_OVERFLOWS", StepNumbers::ROUTED_OVERFLOWS),
+    ("NUMBER_HALTED", StepNumbers::HALTED),
+    ("NUMBER_UPDATES", StepNumbers::UPDATES),
+    ("PARAM_LOSS_SCALE", StepParams::LOSS_SCALE),
+    ("PARAM_NORM_MAX", StepParams::NORM_MAX),
+    ("PARAM_STEP", StepParams::STEP),
+    ("PARAM_CLASSES", StepParams::CLASSES),
+    ("PARAM_EACH", StepParams::EACH),
+    ("PARAM_RATE", StepParams::RATE),
+    ("PARAM_CORRECTION", StepParams::CORRECTION),
+    ("PARAM_KEEP", StepParams::KEEP),
+    ("PARAM_ACTIVE", StepParams::ACTIVE),
+    ("CONTROL_APPLY", StepControl::APPLY),
+    ("CONTROL_GRADIENT_SCALE", StepControl::GRADIENT_SCALE),
+    ("CONTROL_NORM", StepControl::NORM),
+    ("CONTROL_UPDATES", StepControl::UPDATES),
+    ("CONTROL_HALTED", StepControl::HALTED),
+    ("BLOCK_WORDS", BucketBlock::WORDS),
+    ("BLOCK_DECAYS", BucketBlock::DECAYS as usize),
+    ("BLOCK_FROZEN", BucketBlock::FROZEN as usize),
+    ("BLOCK_UNCOUNTED", BucketBlock::UNCOUNTED as usize),
+    ("BLOCK_CLASS_SHIFT", BucketBlock::CLASS_SHIFT as usize),
+];
+
+static NUMBERS: Text = Text {
+    name: "numbers",
+    macros: &["ELEMENT"],
+    constants: PLACES,
+    parts: &[ELEMENTS, include_str!("step_numbers.cu")],
+};
+
+static ADAMW: Text = Text {
+    name: "optimizer",
+    macros: &["ELEMENT", "MASTER", "MOMENT", "GRADIENT", "AT_ONCE"],
+    constants: PLACES,
+    parts: &[PHILOX, include_str!("optimizer.cu")],
+};
+
+pub(crate) fn numbers_unit(gradient: DType) -> Unit {
+    NUMBERS.unit([element_macro(gradient)])
+}
+
+/// Where the master of a weight lies, as the kernel's macro counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum MasterKind {
+    Weight = 0,
+    LowBits = 1,
+    Separate = 2,
+}
+
+pub(crate) fn adamw_unit(master: MasterKind, [weight, moment, gradient]: [DType; 3]) -> Unit {
+    let [weight, moment, gradient] = [weight, moment, gradient].map(element_macro);
+    ADAMW.unit([weight, master as usize, moment, gradient, 2])
+}
 
 /// Parts of the sum of squares: eight blocks for each multiprocessor of an H200. Fixed, since the
 /// bits depend on it.
@@ -35,7 +98,7 @@ impl CudaDevice {
             let control = to.of(op.control, DType::F64, StepControl::LEN);
             assert!(op.numbers.len() >= StepNumbers::LOADS, "{op:?}");
             let numbers = to.at(op.numbers);
-            let kernel = (Unit::Numbers { gradient: DType::F32 }, "decide");
+            let kernel = (numbers_unit(DType::F32), "decide");
             let parameters = parameters![params, numbers, control];
             // SAFETY: the parameters are those of `decide`, the lengths were checked.
             unsafe { to.launch(kernel, Launch::new(1, 1), parameters) }
@@ -45,32 +108,6 @@ impl CudaDevice {
     pub(crate) fn bucket_adamw(&mut self, op: &BucketAdamW) {
         let blocks = op.blocks();
         self.enqueue(|to| adamw(to, op, blocks));
-    }
-
-    pub(crate) fn sum_rows(&mut self, op: &SumRows) {
-        self.enqueue(|to| {
-            let (x, out) = (to.at(op.x), to.at(op.out));
-            let width = op.out.len();
-            let (rows, columns) = ((op.x.len() / width.max(1)) as u64, width as u64);
-            let kernel = (Unit::Numbers { gradient: DType::F32 }, "sum_rows");
-            let parameters = parameters![x, out, rows, columns];
-            let launch = Launch::new(width.div_ceil(256).max(1), 256);
-            // SAFETY: the parameters are those of `sum_rows`, `x` has that many whole rows.
-            unsafe { to.launch(kernel, launch, parameters) }
-        });
-    }
-
-    pub(crate) fn move_corrections(&mut self, op: &MoveCorrections) {
-        self.enqueue(|to| {
-            let bias = to.of(op.bias, DType::F32, op.loads.len());
-            let numbers = to.of(op.numbers, DType::F64, op.numbers.len());
-            assert!(op.loads.end <= op.numbers.len(), "{op:?}");
-            let (loads, experts, rate) = (op.loads.start as i32, op.loads.len() as i32, op.rate);
-            let kernel = (Unit::Numbers { gradient: DType::F32 }, "move_corrections");
-            let parameters = parameters![numbers, bias, rate, loads, experts];
-            // SAFETY: the parameters are those of `move_corrections`, the lengths were checked.
-            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
-        });
     }
 }
 
@@ -99,7 +136,7 @@ fn gradient_numbers(
     let (values, out) = (to.at(g), to.of(op.sums, DType::F64, blocks));
     assert!(values.is_multiple_of(16), "gradients start at multiples of 16 bytes: {g:?}");
     let (len, blocks, each) = (g.len() as u64, blocks as i32, each as i32);
-    let kernel = (Unit::Numbers { gradient: g.dtype() }, "gradient_numbers");
+    let kernel = (numbers_unit(g.dtype()), "gradient_numbers");
     let parameters = parameters![
         table, params, values, out, part_squares, part_counts, ticket, numbers, of_tensors, len,
         blocks, each, tensors
@@ -119,12 +156,7 @@ fn adamw(to: &mut Enqueue<'_>, op: &BucketAdamW, blocks: usize) -> Result<(), Cu
         Master::LowBits(low) => (to.at(low), 0, MasterKind::LowBits),
         Master::Separate(master) => (0, to.at(master), MasterKind::Separate),
     };
-    let unit = Unit::AdamW {
-        master: kind,
-        weight: op.weight.dtype(),
-        moment: op.moment1.dtype(),
-        gradient: op.gradient.dtype(),
-    };
+    let unit = adamw_unit(kind, [op.weight, op.moment1, op.gradient].map(|part| part.dtype()));
     let weights = match kind {
         MasterKind::Weight => op.weight.dtype() == DType::F32,
         MasterKind::LowBits => op.weight.dtype() == DType::Bf16,

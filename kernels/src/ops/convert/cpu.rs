@@ -7,7 +7,8 @@ use crate::cpu::{CpuDevice, ELEMENTS_PER_JOB};
 use crate::cpu::exec::lanes_fn;
 use crate::cpu::float::Float;
 use crate::cpu::isa::Isa;
-use crate::ops::convert::op::{AddUp, Cast, JoinMaster, SplitMaster, join, split};
+use crate::ops::convert::op::{AddUp, Cast, JoinMaster, SplitMaster};
+use crate::stored::{join, split};
 
 impl CpuDevice {
     /// From fp32: `half` rounds f64 by its upper half alone.

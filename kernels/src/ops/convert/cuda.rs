@@ -4,8 +4,19 @@ use crate::buffer::DType;
 use crate::cuda::compile::element_macro;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
-use crate::cuda::step_ops::Unit;
+use crate::cuda::enqueue::{Text, Unit};
 use crate::ops::convert::op::{AddUp, Cast, JoinMaster, SplitMaster};
+
+static CONVERT: Text = Text {
+    name: "conversion",
+    macros: &[],
+    constants: &[("ELEMENT", 0)],
+    parts: &[include_str!("convert.cu")],
+};
+
+pub(crate) fn unit() -> Unit {
+    CONVERT.unit([])
+}
 
 /// Eight blocks for each multiprocessor of an H200, of 256 threads that go on from there.
 fn launch(len: usize, each: usize) -> Launch {
@@ -18,7 +29,7 @@ impl CudaDevice {
             let (from, into) = (to.at(op.from), to.at(op.to));
             if (op.from.dtype(), op.to.dtype()) == (DType::F64, DType::F32) {
                 let (launch, len) = (launch(op.from.len(), 1), op.from.len() as u64);
-                let kernel = (Unit::Convert, "cast_f64");
+                let kernel = (unit(), "cast_f64");
                 // SAFETY: the parameters are those of `cast_f64`, both lengths were checked.
                 return unsafe { to.launch(kernel, launch, parameters![from, into, len]) };
             }
@@ -26,7 +37,7 @@ impl CudaDevice {
             let (launch, len) = (launch(op.from.len(), 4), op.from.len() as u64);
             let parameters = parameters![from, kinds[0], into, kinds[1], len];
             // SAFETY: the parameters are those of `cast`, both lengths were checked.
-            unsafe { to.launch((Unit::Convert, "cast"), launch, parameters) }
+            unsafe { to.launch((unit(), "cast"), launch, parameters) }
         });
     }
 
@@ -38,7 +49,7 @@ impl CudaDevice {
             let adds = i32::from(op.adds);
             let parameters = parameters![x, sum, adds, len];
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
-            unsafe { to.launch((Unit::Convert, name), launch, parameters) }
+            unsafe { to.launch((unit(), name), launch, parameters) }
         });
     }
 
@@ -48,7 +59,7 @@ impl CudaDevice {
             let (launch, len) = (launch(op.master.len(), 1), op.master.len() as u64);
             let parameters = parameters![master, weight, low, len];
             // SAFETY: the parameters are those of `split_master`, the lengths were checked.
-            unsafe { to.launch((Unit::Convert, "split_master"), launch, parameters) }
+            unsafe { to.launch((unit(), "split_master"), launch, parameters) }
         });
     }
 
@@ -58,7 +69,7 @@ impl CudaDevice {
             let (launch, len) = (launch(op.master.len(), 1), op.master.len() as u64);
             let parameters = parameters![weight, low, master, len];
             // SAFETY: the parameters are those of `join_master`, the lengths were checked.
-            unsafe { to.launch((Unit::Convert, "join_master"), launch, parameters) }
+            unsafe { to.launch((unit(), "join_master"), launch, parameters) }
         });
     }
 }

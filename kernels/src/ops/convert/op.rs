@@ -50,18 +50,6 @@ pub struct JoinMaster {
     pub master: Buffer,
 }
 
-/// The weight and the low half of a master's bits.
-#[inline(always)]
-pub(crate) fn split(master: f32) -> (u16, i16) {
-    let bits = master.to_bits();
-    ((bits.wrapping_add(0x8000) >> 16) as u16, bits as i16)
-}
-
-#[inline(always)]
-pub(crate) fn join(weight: u16, low: i16) -> f32 {
-    f32::from_bits((u32::from(weight) << 16).wrapping_add(i32::from(low) as u32))
-}
-
 impl Cast {
     pub(crate) fn check(&self) {
         assert_eq!(self.from.len(), self.to.len(), "{self:?}");
@@ -95,26 +83,4 @@ fn check_halves(master: Buffer, weight: Buffer, low: Buffer) {
     let kinds = (master.dtype(), weight.dtype(), low.dtype());
     assert_eq!(kinds, (DType::F32, DType::Bf16, DType::I16));
     assert_eq!((weight.len(), low.len()), (master.len(), master.len()));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn halves_lose_nothing_and_round_to_nearest() {
-        for i in 0..1_u64 << 22 {
-            // All exponents and signs, and low halves around their middle.
-            let low = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff][i as usize % 6];
-            let bits = ((i >> 6) as u32) << 16 | low;
-            let (weight, low) = split(f32::from_bits(bits));
-            assert_eq!(join(weight, low).to_bits(), bits);
-            let (near, master) = (f32::from_bits(u32::from(weight) << 16), f32::from_bits(bits));
-            if near.is_finite() && master.is_finite() {
-                let nearest = half::bf16::from_f32(master).to_f32();
-                let distance = |x: f32| (f64::from(x) - f64::from(master)).abs();
-                assert!(distance(near) <= distance(nearest), "{bits:x}");
-            }
-        }
-    }
 }

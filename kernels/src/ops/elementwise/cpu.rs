@@ -6,12 +6,27 @@ use crate::cpu::exec::lanes_fn;
 use crate::cpu::float::Float;
 use crate::cpu::isa::Isa;
 use crate::ops::elementwise::op::{
-    Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Sum,
 };
+use crate::ops::norm::cpu::add_to;
 use crate::philox::normals;
 use crate::types::Activation;
 
 impl CpuDevice {
+    pub(crate) fn sum<T: Float>(&mut self, op: &Sum) {
+        self.copy(op.a, op.out);
+        self.add::<T>(&Add { a: op.out, b: op.b });
+    }
+
+    pub(crate) fn add<T: Float>(&mut self, op: &Add) {
+        let (mut views, exec) = self.split();
+        let b: &[T] = views.read(op.b);
+        let a: &mut [T] = views.write(op.a);
+        assert_eq!(a.len(), b.len(), "{op:?}");
+        let jobs = a.chunks_mut(ELEMENTS_PER_JOB).zip(b.chunks(ELEMENTS_PER_JOB)).collect();
+        exec.run(jobs, b.len(), |(a, b)| add_to::<T>(exec.isa, a, b));
+    }
+
     pub(crate) fn fill<T: Float>(&mut self, op: &Fill) {
         self.slice_mut::<T>(op.x).fill(T::of(op.value));
     }

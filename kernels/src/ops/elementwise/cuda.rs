@@ -3,15 +3,25 @@
 use half::{bf16, f16};
 
 use crate::buffer::DType;
+use crate::cuda::compile::element_macro;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
-use crate::cuda::step_ops::{Unit, all_whole};
+use crate::cuda::enqueue::{ELEMENTS, PHILOX, Text, Unit, all_whole};
 use crate::ops::elementwise::op::{
     Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Strided, Sum,
 };
-use crate::ops::router::op::{Mask, MaskRows};
-use crate::philox::Site;
 use crate::types::Activation;
+
+static ELEMENTWISE: Text = Text {
+    name: "elements",
+    macros: &["ELEMENT"],
+    constants: &[],
+    parts: &[ELEMENTS, PHILOX, include_str!("elementwise.cu")],
+};
+
+pub(crate) fn unit(element: DType) -> Unit {
+    ELEMENTWISE.unit([element_macro(element)])
+}
 
 const THREADS: usize = 256;
 
@@ -50,11 +60,11 @@ impl CudaDevice {
             let whole = all_whole(&[a, b]);
             let (launch, len) = (launch(len, element, whole), len as u64);
             if op.b.dtype() != element {
-                let kernel = (Unit::Elementwise { element }, "sum_wide");
+                let kernel = (unit(element), "sum_wide");
                 // SAFETY: the parameters are those of `sum_wide`, the lengths were checked.
                 return unsafe { to.launch(kernel, launch, parameters![a, b, a, len, whole]) };
             }
-            let kernel = (Unit::Elementwise { element }, "add");
+            let kernel = (unit(element), "add");
             // SAFETY: the parameters are those of `add`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, len, whole]) }
         });
@@ -68,7 +78,7 @@ impl CudaDevice {
             let whole = all_whole(&[a, b, out]);
             let (launch, len) = (launch(len, element, whole), len as u64);
             let name = if op.b.dtype() == element { "sum" } else { "sum_wide" };
-            let kernel = (Unit::Elementwise { element }, name);
+            let kernel = (unit(element), name);
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![a, b, out, len, whole]) }
         });
@@ -80,7 +90,7 @@ impl CudaDevice {
             let x = to.at(op.x);
             let whole = all_whole(&[x]);
             let (launch, len, value) = (launch(len, element, whole), len as u64, op.value as f32);
-            let kernel = (Unit::Elementwise { element }, "fill");
+            let kernel = (unit(element), "fill");
             // SAFETY: the parameters are those of `fill`.
             unsafe { to.launch(kernel, launch, parameters![x, len, whole, value]) }
         });
@@ -93,7 +103,7 @@ impl CudaDevice {
             let whole = all_whole(&[x]);
             let limit = rounded(element, op.limit);
             let (launch, len) = (launch(len, element, whole), len as u64);
-            let kernel = (Unit::Elementwise { element }, "clamp");
+            let kernel = (unit(element), "clamp");
             // SAFETY: the parameters are those of `clamp`.
             unsafe { to.launch(kernel, launch, parameters![x, len, whole, limit]) }
         });
@@ -106,7 +116,7 @@ impl CudaDevice {
             let whole = all_whole(&[dx, x]);
             let limit = rounded(element, op.limit);
             let (launch, len) = (launch(len, element, whole), len as u64);
-            let kernel = (Unit::Elementwise { element }, "clamp_backward");
+            let kernel = (unit(element), "clamp_backward");
             // SAFETY: the parameters are those of `clamp_backward`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![dx, x, len, whole, limit]) }
         });
@@ -120,7 +130,7 @@ impl CudaDevice {
             let whole = all_whole(&[gate, up, out]);
             let (launch, kind) = (launch(len, element, whole), kind(op.activation));
             let len = len as u64;
-            let kernel = (Unit::Elementwise { element }, "gated_mul");
+            let kernel = (unit(element), "gated_mul");
             // SAFETY: the parameters are those of `gated_mul`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters![gate, up, out, len, whole, kind]) }
         });
@@ -134,35 +144,9 @@ impl CudaDevice {
             let whole = all_whole(&[gate, up, d_out, dgate, dup]);
             let (launch, kind) = (launch(len, element, whole), kind(op.activation));
             let len = len as u64;
-            let kernel = (Unit::Elementwise { element }, "gated_mul_backward");
+            let kernel = (unit(element), "gated_mul_backward");
             let parameters = parameters![gate, up, d_out, dgate, dup, len, whole, kind];
             // SAFETY: the parameters are those of `gated_mul_backward`, the lengths were checked.
-            unsafe { to.launch(kernel, launch, parameters) }
-        });
-    }
-
-    pub(crate) fn mask_rows(&mut self, op: &MaskRows) {
-        let MaskRows { rows, dim, mask, draw, accumulate, x, y } = *op;
-        // One of the two may be fp32 beside elements.
-        let element = if x.dtype() == DType::F32 { y.dtype() } else { x.dtype() };
-        self.enqueue(|to| {
-            let [(x, wide_x), (y, wide_y)] =
-                [x, y].map(|buffer| to.either(buffer, element, rows * dim));
-            let (site, p) = match mask {
-                Mask::Jitter { eps } => (Site::Jitter, eps),
-                Mask::Dropout { p } => (Site::Dropout, p),
-            };
-            let dropout = i32::from(site == Site::Dropout);
-            let (place, step, token) = draw.counter(site, 0);
-            let launch = Launch::new((rows * dim.div_ceil(4)).div_ceil(THREADS), THREADS as u32);
-            let (rows, dim, seed) = (rows as i32, dim as i32, draw.seed);
-            let (kernel, accumulate) =
-                ((Unit::Elementwise { element }, "mask_rows"), i32::from(accumulate));
-            let parameters = parameters![
-                x, wide_x, y, wide_y, rows, dim, dropout, p, seed, place, step, token,
-                accumulate
-            ];
-            // SAFETY: the parameters are those of `mask_rows`, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters) }
         });
     }
@@ -179,7 +163,7 @@ impl CudaDevice {
                 let Strided { from, run, stride } = place;
                 let launch = Launch::new(len.div_ceil(THREADS), THREADS as u32);
                 let (kernel, len) =
-                    ((Unit::Elementwise { element }, "init_normal_strided"), len as u64);
+                    ((unit(element), "init_normal_strided"), len as u64);
                 let parameters =
                     parameters![x, len, seed, name_hash, first, from, run, stride, std];
                 // SAFETY: the parameters are those of `init_normal_strided`.
@@ -187,7 +171,7 @@ impl CudaDevice {
             }
             let pairs = (first + len as u64 - 1) / 2 - first / 2 + 1;
             let launch = Launch::new((pairs as usize).div_ceil(THREADS), THREADS as u32);
-            let (kernel, len) = ((Unit::Elementwise { element }, "init_normal"), len as u64);
+            let (kernel, len) = ((unit(element), "init_normal"), len as u64);
             let parameters = parameters![x, len, seed, name_hash, first, std];
             // SAFETY: the parameters are those of `init_normal`.
             unsafe { to.launch(kernel, launch, parameters) }

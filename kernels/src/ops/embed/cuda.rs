@@ -2,20 +2,32 @@
 //! are put in order by id first, on the device, with atomics on whole numbers alone.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::cuda::compile::element_macro;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
+use crate::cuda::enqueue::{ELEMENTS, Enqueue, Text, Unit, all_whole};
 use crate::cuda::error::CudaError;
-use crate::cuda::step_ops::{Enqueue, Unit, all_whole};
 use crate::ops::embed::op::{Embed, EmbedBackward};
+
+static EMBED: Text = Text {
+    name: "embedding",
+    macros: &["ELEMENT", "TABLE"],
+    constants: &[],
+    parts: &[ELEMENTS, include_str!("embed.cu")],
+};
+
+pub(crate) fn unit(element: DType, table: DType) -> Unit {
+    EMBED.unit([element, table].map(element_macro))
+}
 
 /// Columns that a block of `embed_add` adds: 256 a warp, four warps.
 const COLUMNS: usize = 1024;
 
 /// Elements of rows, and what the table is of.
-fn unit(rows: Buffer, table: Buffer) -> Unit {
+fn unit_of(rows: Buffer, table: Buffer) -> Unit {
     let (element, table) = (rows.dtype(), table.dtype());
     assert!(table == element || table == DType::F32, "a table of {table:?} for {element:?}");
-    Unit::Embed { element, table }
+    unit(element, table)
 }
 
 /// Whether rows are whole chunks of 16 bytes.
@@ -28,7 +40,7 @@ impl CudaDevice {
     pub(crate) fn embed(&mut self, op: &Embed) {
         let Embed { tokens, dim, vocab, ids, table, x } = *op;
         self.enqueue(|to| {
-            let unit = unit(x, table);
+            let unit = unit_of(x, table);
             let same = table.dtype() == x.dtype();
             let ids = to.of(ids, DType::U32, tokens);
             let table = to.of(table, table.dtype(), vocab * dim);
@@ -49,7 +61,7 @@ impl CudaDevice {
 
 fn embed_backward(to: &mut Enqueue<'_>, op: &EmbedBackward) -> Result<(), CudaError> {
     let EmbedBackward { tokens, dim, vocab, ids, dx, dtable } = *op;
-    let unit = unit(dx, dtable);
+    let unit = unit_of(dx, dtable);
     let ids = to.of(ids, DType::U32, tokens);
     let rows = to.of(dx, dx.dtype(), tokens * dim);
     let table = to.of(dtable, dtable.dtype(), vocab * dim);

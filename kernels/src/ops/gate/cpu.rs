@@ -12,6 +12,7 @@ pub(crate) mod estimate;
 use choose::{Capacity, first_of, rank_order, take};
 use estimate::{Estimate, softplus};
 
+use crate::buffer::Buffer;
 use crate::cpu::{CpuDevice, ROWS_PER_JOB};
 use crate::cpu::float::{Float, ln};
 use crate::ops::gate::op::{Choice, Gate, Load, LogitNoise};
@@ -27,7 +28,7 @@ const PROB_MIN: f64 = 1e-300;
 
 impl CpuDevice {
     pub(crate) fn gate<T: Float>(&mut self, op: &Gate) {
-        check(op);
+        op.check();
         self.scores_with_noise::<T>(op);
         let (mut views, _) = self.split();
         let (t, e, k) = (op.tokens, op.experts, op.top_k);
@@ -130,25 +131,8 @@ impl CpuDevice {
     }
 }
 
-pub(crate) fn check(op: &Gate) {
-    let (t, e, k) = (op.tokens, op.experts, op.top_k);
-    assert!(1 <= k && k <= e && t > 0, "{op:?}");
-    assert!(op.segments > 0 && t.is_multiple_of(op.segments), "{op:?}");
-    let len = |buffer: crate::Buffer| buffer.len();
-    assert_eq!([op.logits, op.noisy, op.probs].map(len), [t * e; 3], "{op:?}");
-    assert_eq!([op.chosen, op.ids, op.weights].map(len), [t * k; 3], "{op:?}");
-    assert_eq!([op.lse, op.first, op.words, op.positions].map(len), [t; 4], "{op:?}");
-    assert_eq!([op.counts, op.dropped].map(len), [e; 2], "{op:?}");
-    let stats = op.segments * row::COUNT * e;
-    assert_eq!([op.stats, op.losses].map(len), [stats, 2], "{op:?}");
-    assert!(op.before.is_none_or(|before| before.len() == k), "{op:?}");
-    assert!(op.hysteresis == 0.0 || op.choice == Choice::TopK, "hysteresis is of top-k: {op:?}");
-    let all = matches!(op.choice, Choice::Experts { .. });
-    assert!(!all || k == e, "choice by experts has a slot for each: {op:?}");
-}
-
 /// The deviations before softplus, where there are any.
-fn raw_of(op: &Gate) -> Option<crate::Buffer> {
+fn raw_of(op: &Gate) -> Option<Buffer> {
     match (op.noise, op.load) {
         (LogitNoise::Learned { raw }, _) | (_, Load::Shazeer { raw }) => Some(raw),
         _ => None,

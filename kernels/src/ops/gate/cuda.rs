@@ -9,6 +9,7 @@ use crate::cuda::arch::Arch;
 use crate::cuda::compile::{Compiler, Source, element_macro};
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::enqueue::Kernels;
 use crate::cuda::error::CudaError;
 use crate::error::{LayerError, range};
 use crate::ops::gate::op::{Choice, Gate, GateBackward, Load, LogitNoise};
@@ -162,15 +163,26 @@ struct Call<'a> {
     estimate: f64,
 }
 
-impl GateKernels {
-    fn new(compiler: &Compiler, shape: GateShape) -> Result<Self, CudaError> {
+impl Kernels for GateKernels {
+    type Desc = GateShape;
+
+    fn make(compiler: &Compiler, shape: &GateShape) -> Result<GateKernels, LayerError> {
+        range("experts of a gate", shape.experts, 1, EXPERTS_MAX as usize)?;
+        let groups = shape.groups.map_or(1, |groups| groups.count);
+        range("groups of a gate", groups, 1, MoeDesc::GROUPS_MAX)?;
         let arch = Arch::of(compiler.gpu())?;
         let modules = compiler.load(&[shape.source(arch.target())], &|_, _| ())?;
         let functions = NAMES.map(|name| Ok((name, modules[0].function(name)?)));
         let functions = functions.into_iter().collect::<Result<_, CudaError>>()?;
-        Ok(GateKernels { shape, functions })
+        Ok(GateKernels { shape: shape.clone(), functions })
     }
 
+    fn desc(&self) -> &GateShape {
+        &self.shape
+    }
+}
+
+impl GateKernels {
     fn function(&self, name: &str) -> &Function {
         let found = self.functions.iter().find(|(own, _)| *own == name);
         &found.expect("all of NAMES were loaded").1
@@ -382,27 +394,17 @@ impl CudaDevice {
         op: &Gate,
         enqueue: impl FnOnce(&GateKernels, &Stream, &Arena) -> Result<(), CudaError>,
     ) {
-        crate::ops::gate::cpu::check(op);
+        op.check();
         let scores = [Some(op.probs), op.bias].into_iter().flatten();
         scores.for_each(|of| assert_eq!(of.dtype(), DType::F32, "scores are fp32: {op:?}"));
-        match self.gate_load(op) {
-            Ok(at) => self.attempt(|| Ok(enqueue(&self.gates[at], &self.stream, &self.arena)?)),
-            Err(error) => self.attempt(|| Err(error)),
-        }
+        self.on::<GateKernels>(&GateShape::of(op), |gate, stream, arena| {
+            enqueue(gate, stream, arena)
+        });
     }
 
-    /// Compiles and loads the kernels of a gate, if they are not there; where they lie.
-    pub(crate) fn gate_load(&mut self, op: &Gate) -> Result<usize, LayerError> {
-        let shape = GateShape::of(op);
-        if let Some(at) = self.gates.iter().position(|gate| gate.shape == shape) {
-            return Ok(at);
-        }
-        range("experts of a gate", op.experts, 1, EXPERTS_MAX as usize)?;
-        let groups = op.groups.map_or(1, |groups| groups.count);
-        range("groups of a gate", groups, 1, MoeDesc::GROUPS_MAX)?;
-        self.gpu().make_current()?;
-        self.gates.push(GateKernels::new(&self.compiler, shape)?);
-        Ok(self.gates.len() - 1)
+    /// Compiles and loads the kernels of a gate, if they are not there.
+    pub(crate) fn gate_load(&mut self, op: &Gate) -> Result<(), LayerError> {
+        self.kernels::<GateKernels>(&GateShape::of(op)).map(drop)
     }
 
     pub(crate) fn gate(&mut self, op: &Gate) {

@@ -12,6 +12,7 @@
 //! the bits of a CPU.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::ops::router::balance::row;
 use crate::philox::Draw;
 use crate::types::{RouteGroups, Scoring};
 
@@ -190,5 +191,26 @@ impl Gate {
             losses: none,
             workspace: none,
         }
+    }
+}
+
+impl Gate {
+    /// Lengths, and which choices go together.
+    pub(crate) fn check(&self) {
+        let (t, e, k) = (self.tokens, self.experts, self.top_k);
+        assert!(1 <= k && k <= e && t > 0, "{self:?}");
+        assert!(self.segments > 0 && t.is_multiple_of(self.segments), "{self:?}");
+        let len = |buffer: Buffer| buffer.len();
+        assert_eq!([self.logits, self.noisy, self.probs].map(len), [t * e; 3], "{self:?}");
+        assert_eq!([self.chosen, self.ids, self.weights].map(len), [t * k; 3], "{self:?}");
+        assert_eq!([self.lse, self.first, self.words, self.positions].map(len), [t; 4], "{self:?}");
+        assert_eq!([self.counts, self.dropped].map(len), [e; 2], "{self:?}");
+        let stats = self.segments * row::COUNT * e;
+        assert_eq!([self.stats, self.losses].map(len), [stats, 2], "{self:?}");
+        assert!(self.before.is_none_or(|before| before.len() == k), "{self:?}");
+        let holds = self.hysteresis != 0.0;
+        assert!(!holds || self.choice == Choice::TopK, "hysteresis is of top-k: {self:?}");
+        let all = matches!(self.choice, Choice::Experts { .. });
+        assert!(!all || k == e, "choice by experts has a slot for each: {self:?}");
     }
 }

@@ -12,6 +12,7 @@ use crate::cuda::compile::{Compiler, Source, element_macro};
 use crate::cuda::dense::{DenseShape, Products};
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::enqueue::Kernels;
 use crate::cuda::error::CudaError;
 use crate::error::LayerError;
 use crate::ops::head::op::{HeadDesc, HeadGradient, HeadLoss, HeadPlan, Scratch};
@@ -161,16 +162,23 @@ impl Head {
     }
 }
 
+impl Kernels for Head {
+    type Desc = HeadDesc;
+
+    fn make(compiler: &Compiler, desc: &HeadDesc) -> Result<Head, LayerError> {
+        Ok(Head::new(compiler, *desc)?)
+    }
+
+    fn desc(&self) -> &HeadDesc {
+        &self.desc
+    }
+}
+
 impl CudaDevice {
     /// The head of `desc`, made if it is not there, and cuBLASLt.
     pub(crate) fn head_load(&mut self, desc: &HeadDesc) -> Result<Head, LayerError> {
         self.load_products()?;
-        if let Some(head) = self.heads.iter().find(|head| head.desc == *desc) {
-            return Ok(head.clone());
-        }
-        let head = Head::new(&self.compiler, *desc)?;
-        self.heads.push(head.clone());
-        Ok(head)
+        Ok(self.kernels::<Head>(desc)?.clone())
     }
 
     pub(crate) fn head_loss(&mut self, op: &HeadLoss) {

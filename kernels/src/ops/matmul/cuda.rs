@@ -1,103 +1,48 @@
-//! [`crate::Matmul`] on a GPU.
+//! Products by cuBLASLt, and biases.
 
-use crate::cuda::dense::{DenseShape, Products};
-use crate::cuda::dense_record::{DenseChoices, DenseRecord, OtherDevice};
+use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::cuda::compile::element_macro;
+use crate::cuda::dense::DenseShape;
 use crate::cuda::device::CudaDevice;
-use crate::cuda::driver::{Arena, Stream};
+use crate::cuda::driver::{Launch, parameters};
+use crate::cuda::enqueue::{ELEMENTS, Enqueue, Text, Unit};
 use crate::cuda::error::CudaError;
-use crate::error::LayerError;
-use crate::ops::matmul::op::Matmul;
+use crate::ops::matmul::op::{AddBias, BiasBackward, Matmul};
 
-/// Why algorithms are chosen anew.
-#[derive(Debug, thiserror::Error)]
-pub enum NotTaken {
-    #[error(transparent)]
-    Other(#[from] OtherDevice),
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
+/// Sums over rows, in two stages of fixed order.
+static COLUMN_SUMS: Text = Text {
+    name: "sums",
+    macros: &["ELEMENT"],
+    constants: &[],
+    parts: &[ELEMENTS, include_str!("column_sums.cu")],
+};
+
+pub(crate) fn unit(element: DType) -> Unit {
+    COLUMN_SUMS.unit([element_macro(element)])
 }
 
-/// The products of a device, made when the first is asked for: a job without them needs no
-/// cuBLASLt.
-#[derive(Debug, Default)]
-pub(crate) struct DenseState {
-    products: Option<Products>,
-    /// Records that came before the products were made
-    fixed: Vec<DenseRecord>,
-    pub(crate) tf32: bool,
+/// Parts of a sum over rows at most: two blocks for each multiprocessor of an H200. Fixed, since
+/// the bits depend on it.
+const PARTS_MAX: usize = 264;
+
+/// Threads of a block at least.
+const BLOCK: usize = 256;
+
+/// Groups of a block of a norm's or a rotation's kernel.
+pub(crate) fn groups(group: usize) -> usize {
+    BLOCK.max(group) / group
+}
+
+pub(crate) fn block(group: usize) -> u32 {
+    BLOCK.max(group) as u32
+}
+
+/// Rows of a part: all parts alike, whole turns of `a_turn` rows.
+pub(crate) fn part_of(rows: usize, a_turn: usize) -> usize {
+    rows.div_ceil(PARTS_MAX).next_multiple_of(a_turn).max(a_turn)
 }
 
 impl CudaDevice {
-    pub(crate) fn set_tf32(&mut self, tf32: bool) {
-        self.dense.tf32 = tf32;
-    }
-
-    /// Loads cuBLASLt now; an error names the library or the symbol that is absent.
-    pub fn load_products(&mut self) -> Result<(), CudaError> {
-        if self.dense.products.is_none() {
-            self.gpu().make_current()?;
-            let mut products = Products::new(self.gpu())?;
-            products.fix(&self.dense.fixed);
-            self.dense.products = Some(products);
-        }
-        Ok(())
-    }
-
-    /// Which algorithm each dense product took so far: a part of the record of a job.
-    pub fn dense_record(&self) -> Vec<DenseRecord> {
-        self.dense.products.as_ref().map(Products::record).unwrap_or_default()
-    }
-
-    /// The same, with the device and library that it depends on; none before the first product.
-    pub fn dense_choices(&self) -> Option<DenseChoices> {
-        let records = self.dense_record();
-        (!records.is_empty()).then(|| self.choices(records))
-    }
-
-    fn choices(&self, records: Vec<DenseRecord>) -> DenseChoices {
-        let (gpu, (major, minor)) = (self.gpu(), self.gpu().capability());
-        let count = gpu.multiprocessors();
-        DenseChoices {
-            device: format!("{}, sm_{major}{minor}, {count} multiprocessors", gpu.name()),
-            version: Products::version(),
-            workspace: Products::workspace_bytes(),
-            records,
-        }
-    }
-
-    /// Takes what an earlier run has chosen on such a device, for shapes not yet computed; how many
-    /// shapes those are.
-    ///
-    /// # Errors
-    /// It was another device or library; or cuBLASLt cannot be loaded.
-    pub fn take_dense_choices(&mut self, chosen: &DenseChoices) -> Result<usize, NotTaken> {
-        self.load_products()?;
-        chosen.suit(&self.choices(Vec::new()))?;
-        self.fix_dense(&chosen.records);
-        Ok(chosen.records.len())
-    }
-
-    /// Takes the algorithms that an earlier run recorded, for shapes not yet computed.
-    pub fn fix_dense(&mut self, records: &[DenseRecord]) {
-        self.dense.fixed.extend_from_slice(records);
-        if let Some(products) = &mut self.dense.products {
-            products.fix(records);
-        }
-    }
-
-    /// `enqueue` with the products of this device.
-    pub(crate) fn on_products(
-        &mut self,
-        enqueue: impl FnOnce(&mut Products, &Stream, &Arena) -> Result<(), CudaError>,
-    ) {
-        if let Err(error) = self.load_products() {
-            return self.attempt(|| Err(LayerError::from(error)));
-        }
-        let Some(mut products) = self.dense.products.take() else { return };
-        self.attempt(|| Ok(enqueue(&mut products, &self.stream, &self.arena)?));
-        self.dense.products = Some(products);
-    }
-
     pub(crate) fn matmul(&mut self, op: &Matmul) {
         self.product(op, self.dense.tf32);
     }
@@ -117,4 +62,65 @@ impl CudaDevice {
             products.product(stream, arena, shape, [op.a, op.b, op.c])
         });
     }
+
+    pub(crate) fn add_bias(&mut self, op: &AddBias) {
+        let AddBias { rows, columns, x, bias } = *op;
+        self.enqueue(|to| {
+            let element = x.dtype();
+            let (bias, fp32) = to.either(bias, element, columns);
+            let x = to.of(x, element, rows * columns);
+            let mut launch = Launch::new(columns.div_ceil(BLOCK), BLOCK as u32);
+            launch.grid[1] = rows.clamp(1, 4096) as u32;
+            let kernel = (unit(element), "add_bias");
+            let (rows, columns) = (rows as i32, columns as i32);
+            // SAFETY: the parameters are those of `add_bias`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters![x, bias, fp32, rows, columns]) }
+        });
+    }
+
+    pub(crate) fn bias_backward(&mut self, op: &BiasBackward) {
+        let BiasBackward { rows, columns, accumulate, dy, dbias } = *op;
+        self.enqueue(|to| {
+            let element = dy.dtype();
+            let dy = to.of(dy, element, rows * columns);
+            let rows_a_part = rows.div_ceil(PARTS_MAX).next_multiple_of(8).max(8);
+            let parts = rows.div_ceil(rows_a_part);
+            let partial = partials(to, parts, columns)?;
+            let mut launch = Launch::new(columns.div_ceil(32), 256);
+            launch.grid[1] = parts as u32;
+            let kernel = (unit(element), "bias_backward");
+            let (rows, wide, each) = (rows as i32, columns as i32, rows_a_part as i32);
+            // SAFETY: the parameters are those of `bias_backward`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters![dy, partial, rows, wide, each])? };
+            column_sums(to, element, (partial, parts), (dbias, columns), accumulate)
+        });
+    }
+}
+
+/// Scratch for f32 [parts, columns].
+pub(crate) fn partials(
+    to: &mut Enqueue<'_>,
+    parts: usize,
+    columns: usize,
+) -> Result<u64, CudaError> {
+    let mut plan = ArenaPlan::new();
+    let partial = plan.alloc(DType::F32, parts * columns);
+    Ok(to.scratch(&plan)?.at(partial))
+}
+
+/// The second stage: out (+)= the parts' sums in their order.
+pub(crate) fn column_sums(
+    to: &mut Enqueue<'_>,
+    element: DType,
+    (partial, parts): (u64, usize),
+    (out, columns): (Buffer, usize),
+    accumulate: bool,
+) -> Result<(), CudaError> {
+    let (out, fp32) = to.either(out, element, columns);
+    let launch = Launch::new(columns.div_ceil(32), 1024);
+    let (parts, columns, accumulate) = (parts as i32, columns as i32, i32::from(accumulate));
+    let kernel = (unit(element), "column_sums");
+    let parameters = parameters![partial, parts, columns, out, fp32, accumulate];
+    // SAFETY: the parameters are those of `column_sums`, the partial sums as many as it reads.
+    unsafe { to.launch(kernel, launch, parameters) }
 }

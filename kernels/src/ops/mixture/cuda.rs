@@ -1,22 +1,22 @@
-//! A mixture layer in parts, see [`crate::MoePlace`]: launches of the layer's own kernels, and of
-//! those that place rows of the experts here alone.
+//! A mixture layer, whole and in parts, see [`crate::MoePlace`]: launches of the layer's own
+//! kernels, and of those that place rows of a rank's own experts.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
 use crate::cuda::arch::Arch;
-use crate::cuda::compile::{Module, Source, element_macro};
+use crate::cuda::compile::{Compiler, Source, element_macro};
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::enqueue::Kernels;
 use crate::cuda::error::CudaError;
 use crate::error::LayerError;
 use crate::ops::mixture::call::Call;
 use crate::ops::mixture::desc::{MoeDesc, MoeTensors};
 use crate::ops::mixture::layer::MoeLayer;
 use crate::ops::mixture::op::{
-    MoeCombine, MoeExperts, MoeExpertsBackward, MoePlace, MoeRoute, MoeRouterBackward,
-    MoeUpGradient,
+    MoeBackward, MoeCombine, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
+    MoePlan, MoeRoute, MoeRouterBackward, MoeUpGradient,
 };
 use crate::ops::mixture::route::CombineCall;
-use crate::ops::slices::op::{SliceChoices, SumSlices};
 
 /// TOKENS of moe_here.cu
 const TOKENS: usize = 256;
@@ -36,9 +36,8 @@ pub(crate) struct Here {
     scan: Function,
     place: Function,
     ds: Function,
-    slices: Function,
-    sums: Function,
-    _module: Module,
+    pub slices: Function,
+    pub sums: Function,
     /// Histogram and counts; grown when more is asked for, which no step does.
     scratch: Option<Arena>,
 }
@@ -50,29 +49,86 @@ pub(crate) fn source(top_k: usize, target: &'static str) -> Source {
     Source::new(label, target, &macros, &[include_str!("moe_here.cu")])
 }
 
+impl Kernels for Here {
+    type Desc = usize;
+
+    fn make(compiler: &Compiler, top_k: &usize) -> Result<Here, LayerError> {
+        let target = Arch::of(compiler.gpu())?.target();
+        let modules = compiler.load(&[source(*top_k, target)], &|_, _| ())?;
+        let function = |name| modules[0].function(name);
+        Ok(Here {
+            top_k: *top_k,
+            count: function("here_count")?,
+            scan: function("here_scan")?,
+            place: function("here_place")?,
+            ds: function("here_ds")?,
+            slices: function("here_slices")?,
+            sums: function("here_sums")?,
+            scratch: None,
+        })
+    }
+
+    fn desc(&self) -> &usize {
+        &self.top_k
+    }
+}
+
+impl Kernels for MoeLayer {
+    type Desc = MoeDesc;
+
+    fn make(compiler: &Compiler, desc: &MoeDesc) -> Result<MoeLayer, LayerError> {
+        MoeLayer::new(compiler, *desc, &|_, _| ())
+    }
+
+    fn desc(&self) -> &MoeDesc {
+        &self.desc
+    }
+}
+
 impl CudaDevice {
-    fn here(&mut self, top_k: usize) -> Result<usize, LayerError> {
-        if let Some(at) = self.heres.iter().position(|here| here.top_k == top_k) {
-            return Ok(at);
-        }
-        let target = Arch::of(self.gpu())?.target();
-        let loaded = self.compiler.load(&[source(top_k, target)], &|_, _| ())?;
-        for module in loaded {
-            let function = |name| module.function(name);
-            let (count, scan) = (function("here_count")?, function("here_scan")?);
-            let (place, ds) = (function("here_place")?, function("here_ds")?);
-            let (slices, sums) = (function("here_slices")?, function("here_sums")?);
-            let scratch = None;
-            self.heres.push(Here {
-                top_k, count, scan, place, ds, slices, sums, _module: module, scratch,
-            });
-        }
-        Ok(self.heres.len() - 1)
+    pub(crate) fn moe_plan(
+        &mut self,
+        desc: &MoeDesc,
+        plan: &mut ArenaPlan,
+    ) -> Result<MoePlan, LayerError> {
+        let layer = self.kernels::<MoeLayer>(desc)?;
+        let saved = layer.plan_saved(plan);
+        Ok(MoePlan { saved, workspace_bytes: layer.workspace_bytes() })
+    }
+
+    /// `op` on the layer of `desc`, which may have to be made.
+    fn on_layer(
+        &mut self,
+        desc: &MoeDesc,
+        op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
+    ) {
+        let free = self.kept_free().products;
+        self.on::<MoeLayer>(desc, |layer, stream, arena| {
+            layer.leave_free(free);
+            op(layer, stream, arena)
+        });
+    }
+
+    pub(crate) fn moe_forward(&mut self, op: &MoeForward) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.forward(stream, arena, &op.tensors, op.out)
+        });
+    }
+
+    pub(crate) fn moe_hidden(&mut self, op: &MoeHidden) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.hidden_again(stream, arena, &op.tensors)
+        });
+    }
+
+    pub(crate) fn moe_backward(&mut self, op: &MoeBackward) {
+        self.on_layer(&op.desc, |layer, stream, arena| {
+            layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
+        });
     }
 
     pub(crate) fn moe_place_load(&mut self, top_k: usize) -> Result<(), LayerError> {
-        self.gpu().make_current()?;
-        self.here(top_k).map(drop)
+        self.kernels::<Here>(&top_k).map(drop)
     }
 
     pub(crate) fn moe_route(&mut self, op: &MoeRoute) {
@@ -80,59 +136,7 @@ impl CudaDevice {
     }
 
     pub(crate) fn moe_place(&mut self, op: &MoePlace) {
-        let at = match self.here(op.top_k) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let mut heres = std::mem::take(&mut self.heres);
-        self.attempt(|| Ok(heres[at].place(&self.stream, &self.arena, op)?));
-        self.heres = heres;
-    }
-
-    pub(crate) fn slice_choices(&mut self, op: &SliceChoices) {
-        let SliceChoices { choices, slices, .. } = *op;
-        let [ids, weights] = [op.ids, op.weights].map(|of| self.arena.address(of));
-        let places = op.places.map_or(0, |places| self.arena.address(places));
-        let [to, weights_to] = [op.slice_ids, op.slice_weights].map(|of| self.arena.address(of));
-        assert_eq!(op.weights.dtype(), DType::F32, "{op:?}");
-        self.on_slices(choices * slices, |here, stream, launch| {
-            let (choices, slices) = (choices as u32, slices as u32);
-            let parameters = parameters![ids, weights, choices, slices, places, to, weights_to];
-            // SAFETY: the parameters are those of `here_slices`, the lengths were checked.
-            unsafe { here.slices.launch(stream, launch, parameters) }
-        });
-    }
-
-    pub(crate) fn sum_slices(&mut self, op: &SumSlices) {
-        let SumSlices { choices, slices, .. } = *op;
-        let [x, sums] = [op.x, op.sums].map(|of| self.arena.address(of));
-        assert_eq!(op.sums.dtype(), DType::F32, "{op:?}");
-        self.on_slices(choices, |here, stream, launch| {
-            let (choices, slices) = (choices as u32, slices as u32);
-            let parameters = parameters![x, choices, slices, sums];
-            // SAFETY: the parameters are those of `here_sums`, the lengths were checked.
-            unsafe { here.sums.launch(stream, launch, parameters) }
-        });
-    }
-
-    /// A thread for each of `len`, by a kernel that is the same of every number of choices.
-    fn on_slices(
-        &mut self,
-        len: usize,
-        kernel: impl FnOnce(&Here, &Stream, Launch) -> Result<(), CudaError>,
-    ) {
-        let any = self.heres.first().map_or(1, |here| here.top_k);
-        let at = match self.here(any) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let heres = std::mem::take(&mut self.heres);
-        let launch = Launch::new(len.div_ceil(256), 256);
-        self.attempt(|| match len {
-            0 => Ok(()),
-            _ => Ok(kernel(&heres[at], &self.stream, launch)?),
-        });
-        self.heres = heres;
+        self.on::<Here>(&op.top_k, |here, stream, arena| here.place(stream, arena, op));
     }
 
     pub(crate) fn moe_experts(&mut self, op: &MoeExperts) {
@@ -144,11 +148,10 @@ impl CudaDevice {
     }
 
     pub(crate) fn moe_experts_backward(&mut self, op: &MoeExpertsBackward) {
-        let at = match self.here(op.desc.top_k) {
-            Ok(at) => at,
+        let ds = match self.kernels::<Here>(&op.desc.top_k) {
+            Ok(here) => here.ds.clone(),
             Err(error) => return self.attempt(|| Err(error)),
         };
-        let ds = self.heres[at].ds.clone();
         self.on_layer(&op.desc, |layer, stream, arena| {
             layer.experts_backward(stream, arena, op, &ds)
         });

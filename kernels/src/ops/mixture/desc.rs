@@ -4,7 +4,6 @@ use moejob_protocol::kernel_sizes::{ALIGNMENT, EXPERTS_MAX, GROUPS_MAX, LayerSiz
 
 use crate::buffer::{Buffer, DType};
 use crate::error::{Refusal, all_taken, range};
-use crate::ops::mixture::route::RouteShape;
 use crate::types::{MoeActivation, Output, RouteGroups};
 
 /// A layer's shape and its meaning. See [`crate::Route`] for the router's.
@@ -147,20 +146,6 @@ impl MoeDesc {
             () if kept == 0 || kept > count => refused("at least one and at most all are kept"),
             () if experts / count * kept < self.top_k => refused("they hold fewer than top_k"),
             () => Ok(()),
-        }
-    }
-
-    pub(crate) fn route(&self) -> RouteShape {
-        RouteShape {
-            tokens: self.tokens,
-            experts: self.experts,
-            top_k: self.top_k,
-            sigmoid: self.sigmoid,
-            norm_topk: self.norm_topk,
-            scale: self.scale,
-            groups: self.groups,
-            segments: self.segments,
-            element: self.element,
         }
     }
 

@@ -4,6 +4,7 @@ use crate::buffer::DType;
 use crate::cuda::compile::{Module, Source, element_macro};
 use crate::cuda::driver::{Function, Launch, Stream, parameters};
 use crate::cuda::error::CudaError;
+use crate::ops::mixture::desc::MoeDesc;
 use crate::types::RouteGroups;
 
 /// Blocks of the choosing kernel at most: four a multiprocessor of an H200. Fixed, because the
@@ -28,6 +29,22 @@ pub(crate) struct RouteShape {
     pub segments: usize,
     /// Of rows and of gradients of logits
     pub element: DType,
+}
+
+impl MoeDesc {
+    pub(crate) fn route(&self) -> RouteShape {
+        RouteShape {
+            tokens: self.tokens,
+            experts: self.experts,
+            top_k: self.top_k,
+            sigmoid: self.sigmoid,
+            norm_topk: self.norm_topk,
+            scale: self.scale,
+            groups: self.groups,
+            segments: self.segments,
+            element: self.element,
+        }
+    }
 }
 
 impl RouteShape {

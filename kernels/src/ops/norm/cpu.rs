@@ -1,17 +1,13 @@
-//! See [`crate::RmsNorm`]; and products and biases, which need sums over rows as well.
+//! See [`crate::RmsNorm`].
 
-use crate::cpu::{CpuDevice, ELEMENTS_PER_JOB, ROWS_PER_JOB, lanes};
+use crate::cpu::{CpuDevice, ROWS_PER_JOB, lanes};
 use crate::cpu::exec::{Exec, lanes_fn};
 use crate::cpu::float::Float;
-use crate::cpu::gemm::{Causal, Operand, Product, Target, products};
-use crate::cpu::gemm::kernel::GemmFloat;
 use crate::cpu::isa::Isa;
-use crate::ops::matmul::op::{AddBias, BiasBackward, Matmul};
 use crate::ops::norm::op::{RmsNorm, RmsNormBackward};
-use crate::types::Layout;
 
 /// Rows per chunk of a sum over rows. Part of the definition of those sums.
-const ROWS_PER_CHUNK: usize = 64;
+pub(crate) const ROWS_PER_CHUNK: usize = 64;
 
 impl CpuDevice {
     pub(crate) fn rms_norm<T: Float>(&mut self, op: &RmsNorm) {
@@ -49,72 +45,11 @@ impl CpuDevice {
             }
         });
     }
-
-    pub(crate) fn matmul<T: GemmFloat>(&mut self, op: &Matmul) {
-        let (mut views, exec) = self.split();
-        let a: &[T] = views.read(op.a);
-        let b: &[T] = views.read(op.b);
-        let c: &mut [T] = views.write(op.c);
-        let (m, n, k) = (op.m, op.n, op.k);
-        assert_eq!((a.len(), b.len(), c.len()), (m * k, k * n, m * n), "{op:?}");
-        let (a, b) = match op.layout {
-            Layout::Nt => (Operand::rows(a, k), Operand::rows(b, k)),
-            Layout::Nn => (Operand::rows(a, k), Operand::columns(b, n)),
-            Layout::Tn => (Operand::columns(a, m), Operand::columns(b, n)),
-        };
-        let c = Target::new(c, m, n);
-        let product =
-            Product { k, a, b, c, accumulate: op.accumulate, causal: Causal::None };
-        products(exec, vec![product]);
-    }
-
-    pub(crate) fn exact_matmul<T: GemmFloat>(&mut self, op: &Matmul) {
-        self.matmul::<T>(op);
-    }
-
-    pub(crate) fn add_bias<T: Float>(&mut self, op: &AddBias) {
-        let (mut views, exec) = self.split();
-        let bias: &[T] = views.read(op.bias);
-        let x: &mut [T] = views.write(op.x);
-        assert_eq!((x.len(), bias.len()), (op.rows * op.columns, op.columns), "{op:?}");
-        for x in x.chunks_exact_mut(op.columns) {
-            add_to::<T>(exec.isa, x, bias);
-        }
-    }
-
-    pub(crate) fn bias_backward<T: Float>(&mut self, op: &BiasBackward) {
-        let (mut views, exec) = self.split();
-        let dy: &[T] = views.read(op.dy);
-        let dbias: &mut [T] = views.write(op.dbias);
-        assert_eq!((dy.len(), dbias.len()), (op.rows * op.columns, op.columns), "{op:?}");
-        let chunks = dy.chunks(ROWS_PER_CHUNK * op.columns);
-        sum_chunks(exec, op.rows, dbias, op.accumulate, dy.len(), chunks, {
-            |_, dy: &[T], sums: &mut [T]| {
-                for dy in dy.chunks_exact(op.columns) {
-                    add_to::<T>(exec.isa, sums, dy);
-                }
-            }
-        });
-    }
-
-    pub(crate) fn sum<T: Float>(&mut self, op: &crate::Sum) {
-        self.copy(op.a, op.out);
-        self.add::<T>(&crate::Add { a: op.out, b: op.b });
-    }
-
-    pub(crate) fn add<T: Float>(&mut self, op: &crate::Add) {
-        let (mut views, exec) = self.split();
-        let b: &[T] = views.read(op.b);
-        let a: &mut [T] = views.write(op.a);
-        assert_eq!(a.len(), b.len(), "{op:?}");
-        let jobs = a.chunks_mut(ELEMENTS_PER_JOB).zip(b.chunks(ELEMENTS_PER_JOB)).collect();
-        exec.run(jobs, b.len(), |(a, b)| add_to::<T>(exec.isa, a, b));
-    }
 }
 
 /// Sums over rows in fixed chunks: `f(chunk, its part, zeros)` gives each chunk's sum, and `total`
 /// becomes (or grows by) those in order.
-fn sum_chunks<T: Float, P: Send>(
+pub(crate) fn sum_chunks<T: Float, P: Send>(
     exec: &Exec,
     rows: usize,
     total: &mut [T],
@@ -136,7 +71,7 @@ fn sum_chunks<T: Float, P: Send>(
 }
 
 lanes_fn! {
-fn add_to<T: Float>(a: &mut [T], b: &[T]) {
+pub(crate) fn add_to<T: Float>(a: &mut [T], b: &[T]) {
     for (a, b) in a.iter_mut().zip(b) {
         *a += *b;
     }

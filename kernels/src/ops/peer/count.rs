@@ -6,7 +6,8 @@ use crate::cuda::driver::{Arena, Launch, Stream, parameters};
 use crate::cuda::error::CudaError;
 use crate::error::LayerError;
 use crate::ops::peer::cuda::{COUNTERS, LinksData, PeerLinks};
-use crate::ops::peer::group::{Need, NeedData};
+use crate::ops::peer::group::NeedData;
+use crate::ops::peer::op::Need;
 
 const THREADS: u32 = 1024;
 

@@ -8,7 +8,8 @@
 use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
 use crate::cuda::error::CudaError;
 use crate::ops::peer::cuda::{LinksData, PEERS_MAX, PeerLinks, READS};
-use crate::ops::peer::group::{GROUP_THREADS, GatherRows, NeedData, ScatterRows};
+use crate::ops::peer::group::{GROUP_THREADS, NeedData};
+use crate::ops::peer::op::{GatherRows, ScatterRows};
 
 /// Threads of a block that sums what two positions have.
 pub(crate) const PAIR_THREADS: u32 = 1024;

@@ -1,5 +1,6 @@
 //! See [`crate::Rope`].
 
+use crate::buffer::Buffer;
 use crate::cpu::{CpuDevice, ROWS_PER_JOB};
 use crate::cpu::exec::lanes_fn;
 use crate::cpu::float::{Float, sin_cos};
@@ -28,7 +29,7 @@ impl CpuDevice {
 }
 
 impl NormRope {
-    fn rope(&self, x: crate::Buffer, inverse: bool) -> Rope {
+    fn rope(&self, x: Buffer, inverse: bool) -> Rope {
         let NormRope { tokens, heads, head_dim, theta, positions, .. } = *self;
         Rope { tokens, heads, head_dim, theta, inverse, positions, x }
     }
@@ -87,7 +88,7 @@ impl CpuDevice {
         assert_eq!((positions.len(), x.len()), (op.tokens, op.tokens * row), "{op:?}");
         assert!(op.head_dim.is_multiple_of(2), "{op:?}");
         let end = positions.iter().max().map_or(0, |position| *position as usize + 1);
-        let table = self.rope.get(op.theta, op.head_dim / 2, end);
+        let table = self.kept.of::<Tables>().get(op.theta, op.head_dim / 2, end);
         let sign = if op.inverse { -T::ONE } else { T::ONE };
         let jobs = x.chunks_mut(ROWS_PER_JOB * row).zip(positions.chunks(ROWS_PER_JOB)).collect();
         let isa = self.exec.isa;

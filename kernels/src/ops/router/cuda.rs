@@ -1,16 +1,31 @@
 //! The ops beside a router's choice: balance, entropies, counts, and the cosine gate.
 
 use crate::buffer::{ArenaPlan, Buffer, DType};
+use crate::cuda::compile::FP32;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
-use crate::cuda::step_ops::Unit;
+use crate::cuda::enqueue::{Text, Unit};
+use crate::ops::bucket::cuda::numbers_unit;
+use crate::ops::elementwise::cuda as elementwise;
 use crate::ops::elementwise::op::Add;
 use crate::ops::router::balance::row;
 use crate::ops::router::op::{
-    AddRouting, BalanceLosses, NormalizeRows, NormalizeRowsBackward, RouteEntropy, Temper,
-    TemperBackward, tally,
+    AddRouting, BalanceLosses, Mask, MaskRows, MoveCorrections, NormalizeRows,
+    NormalizeRowsBackward, RouteEntropy, SumRows, Temper, TemperBackward, tally,
 };
+use crate::philox::Site;
 use crate::types::Scoring;
+
+static ROUTER: Text = Text {
+    name: "router",
+    macros: &[],
+    constants: &[("ELEMENT", FP32)],
+    parts: &[include_str!("router.cu")],
+};
+
+pub(crate) fn unit() -> Unit {
+    ROUTER.unit([])
+}
 
 const THREADS: u32 = 256;
 /// Rows that a block has a warp for.
@@ -19,8 +34,8 @@ const ROWS: usize = 8;
 /// are by block.
 const BLOCKS_MAX: usize = 264;
 
-const fn kernel(name: &'static str) -> (Unit, &'static str) {
-    (Unit::Router, name)
+fn kernel(name: &'static str) -> (Unit, &'static str) {
+    (unit(), name)
 }
 
 impl CudaDevice {
@@ -137,6 +152,58 @@ impl CudaDevice {
             ];
             // SAFETY: the parameters are those of `temper_backward`, the lengths were checked.
             unsafe { to.launch(kernel("temper_backward"), blocks, parameters) }
+        });
+    }
+
+    pub(crate) fn sum_rows(&mut self, op: &SumRows) {
+        self.enqueue(|to| {
+            let (x, out) = (to.at(op.x), to.at(op.out));
+            let width = op.out.len();
+            let (rows, columns) = ((op.x.len() / width.max(1)) as u64, width as u64);
+            let kernel = (numbers_unit(DType::F32), "sum_rows");
+            let parameters = parameters![x, out, rows, columns];
+            let launch = Launch::new(width.div_ceil(256).max(1), 256);
+            // SAFETY: the parameters are those of `sum_rows`, `x` has that many whole rows.
+            unsafe { to.launch(kernel, launch, parameters) }
+        });
+    }
+
+    pub(crate) fn move_corrections(&mut self, op: &MoveCorrections) {
+        self.enqueue(|to| {
+            let bias = to.of(op.bias, DType::F32, op.loads.len());
+            let numbers = to.of(op.numbers, DType::F64, op.numbers.len());
+            assert!(op.loads.end <= op.numbers.len(), "{op:?}");
+            let (loads, experts, rate) = (op.loads.start as i32, op.loads.len() as i32, op.rate);
+            let kernel = (numbers_unit(DType::F32), "move_corrections");
+            let parameters = parameters![numbers, bias, rate, loads, experts];
+            // SAFETY: the parameters are those of `move_corrections`, the lengths were checked.
+            unsafe { to.launch(kernel, Launch::new(1, 256), parameters) }
+        });
+    }
+
+    pub(crate) fn mask_rows(&mut self, op: &MaskRows) {
+        let MaskRows { rows, dim, mask, draw, accumulate, x, y } = *op;
+        // One of the two may be fp32 beside elements.
+        let element = if x.dtype() == DType::F32 { y.dtype() } else { x.dtype() };
+        self.enqueue(|to| {
+            let [(x, wide_x), (y, wide_y)] =
+                [x, y].map(|buffer| to.either(buffer, element, rows * dim));
+            let (site, p) = match mask {
+                Mask::Jitter { eps } => (Site::Jitter, eps),
+                Mask::Dropout { p } => (Site::Dropout, p),
+            };
+            let dropout = i32::from(site == Site::Dropout);
+            let (place, step, token) = draw.counter(site, 0);
+            let launch = Launch::new((rows * dim.div_ceil(4)).div_ceil(THREADS as usize), THREADS);
+            let (rows, dim, seed) = (rows as i32, dim as i32, draw.seed);
+            let (kernel, accumulate) =
+                ((elementwise::unit(element), "mask_rows"), i32::from(accumulate));
+            let parameters = parameters![
+                x, wide_x, y, wide_y, rows, dim, dropout, p, seed, place, step, token,
+                accumulate
+            ];
+            // SAFETY: the parameters are those of `mask_rows`, the lengths were checked.
+            unsafe { to.launch(kernel, launch, parameters) }
         });
     }
 

@@ -1,10 +1,22 @@
 //! Rows to fp8 and back, see [`crate::PackRows`].
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, DType};
+use crate::cuda::compile::element_macro;
 use crate::cuda::device::CudaDevice;
 use crate::cuda::driver::{Launch, parameters};
-use crate::cuda::step_ops::Unit;
-use crate::ops::wire::op::{PackRows, UnpackRows, WireFormat};
+use crate::cuda::enqueue::{Text, Unit};
+use crate::ops::wire::op::{FP8_BLOCK, PackRows, UnpackRows, WireFormat};
+
+static WIRE: Text = Text {
+    name: "wire",
+    macros: &["ROW"],
+    constants: &[("ELEMENT", 0)],
+    parts: &[include_str!("wire.cu"), include_str!("wire_rows.cu")],
+};
+
+pub(crate) fn unit(element: DType) -> Unit {
+    WIRE.unit([element_macro(element)])
+}
 
 const THREADS: usize = 256;
 
@@ -30,7 +42,7 @@ impl CudaDevice {
 
     fn pack_fp8(&mut self, op: &PackRows) {
         // Rows of whole blocks: the threads of the last one may have nothing.
-        let len = op.rows.len() / op.dim * op.dim.next_multiple_of(crate::FP8_BLOCK);
+        let len = op.rows.len() / op.dim * op.dim.next_multiple_of(FP8_BLOCK);
         self.fp8("pack_fp8", launch(len, 8), (op.rows, op.packed), (op.rows, op.dim));
     }
 
@@ -53,7 +65,7 @@ impl CudaDevice {
             // And a grid beyond them, which threads count up to.
             assert!(rows.len() / 16 < 1 << 31, "{rows:?} as fp8");
             let (count, dim, bytes) = (count as u32, dim as u32, bytes as u32);
-            let kernel = (Unit::Wire { element: rows.dtype() }, name);
+            let kernel = (unit(rows.dtype()), name);
             let parameters = parameters![from, into, count, dim, bytes];
             // SAFETY: the parameters are those of both kernels, the lengths were checked.
             unsafe { to.launch(kernel, launch, parameters) }

@@ -81,7 +81,7 @@ impl PackRows {
         check(self.format, self.dim, self.rows, self.packed);
     }
 
-    /// What a format that other ops have, too, is packed by.
+    /// The conversion that packs rows as Bf16.
     pub(crate) fn cast(&self) -> Cast {
         Cast { from: self.rows, to: self.packed.reinterpret(DType::Bf16) }
     }
@@ -92,6 +92,7 @@ impl UnpackRows {
         check(self.format, self.dim, self.rows, self.packed);
     }
 
+    /// The conversion that unpacks rows of Bf16.
     pub(crate) fn cast(&self) -> Cast {
         Cast { from: self.packed.reinterpret(DType::Bf16), to: self.rows }
     }
