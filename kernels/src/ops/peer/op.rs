@@ -1,5 +1,5 @@
-//! Rows of an expert group, and who needs them. `P` positions of `N` nodes have `T` tokens each, and
-//! `K` choices a token.
+//! Rows of an expert group, and who needs them. `P` positions of each of `N` nodes have `T` tokens,
+//! and a token has `K` choices.
 
 use crate::buffer::Buffer;
 use crate::ops::wire::op::WireFormat;
