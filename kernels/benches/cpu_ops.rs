@@ -8,6 +8,7 @@
 
 use std::time::Instant;
 
+use moejob_kernels::parts::*;
 use moejob_kernels::*;
 
 const ROUNDS: usize = 25;
@@ -78,6 +79,11 @@ impl Bench {
         println!("{name:>22} | {:>8.1} | {rate:>8.1} | {bytes:>6.1}", seconds * 1e6);
         self.total_us += seconds * 1e6;
     }
+
+    /// [`Bench::time`] of a part of an op.
+    fn part(&mut self, name: &str, flops: usize, floats: usize, f: impl Fn(&mut CpuDevice)) {
+        self.time(name, flops, floats, |device| f(device.as_cpu_mut().expect("a processor")));
+    }
 }
 
 fn norms_and_ends(bench: &mut Bench) {
@@ -99,18 +105,9 @@ fn norms_and_ends(bench: &mut Bench) {
     let op = CrossEntropy {
         tokens: T, vocab: V, scale: 1e-3, gradient: true, logits, targets: ids, loss,
     };
-    bench.time("cross_entropy", 0, 2 * T * V, |device| device.cross_entropy(&op));
+    bench.part("cross_entropy", 0, 2 * T * V, |cpu| cpu.cross_entropy::<f32>(&op));
     let n = 1 << 20;
-    let [w, m, v, g] = [(); 4].map(|_| bench.floats(n));
-    bench.device.fill(&Fill { value: 0.5, x: v });
-    let op = AdamW {
-        lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 9, grad_scale: 1.0,
-        w, m, v, g,
-    };
-    bench.time("adamw of 1 Mi", 0, 7 * n, |device| device.adamw(&op));
-    let out = bench.plan.alloc(DType::F64, n.div_ceil(SQUARE_SUM_BLOCK));
-    let op = BlockSquareSums { g, out };
-    bench.time("square sums of 1 Mi", 0, n, |device| device.block_square_sums(&op));
+    let [w, m, g] = [(); 3].map(|_| bench.floats(n));
     bench.time("add of 1 Mi", 0, 3 * n, |device| device.add(&Add { a: m, b: g }));
     let op = InitNormal { seed: 1, name_hash: 2, first: 0, place: Strided::ALL, std: 0.02, x: w };
     bench.time("init_normal of 1 Mi", 0, n, |device| device.init_normal(&op));
@@ -152,14 +149,14 @@ fn experts(bench: &mut Bench) {
         tokens, experts, top_k, scoring, norm_topk, scale, groups: None, logits: router_logits,
         bias: None, probs, lse, ids, weights, counts, prob_sums, losses,
     };
-    bench.time("route", 0, 2 * T * E, |device| device.route(&op));
+    bench.part("route", 0, 2 * T * E, |cpu| cpu.route::<f32>(&op));
     let op = RouteBackward {
         tokens, experts, top_k, scoring, norm_topk, scale, aux_coef: 0.01, z_coef: 0.0,
         logits: router_logits, probs, lse, ids, counts, dweights, dlogits,
     };
-    bench.time("route_backward", 0, 2 * T * E, |device| device.route_backward(&op));
+    bench.part("route_backward", 0, 2 * T * E, |cpu| cpu.route_backward::<f32>(&op));
     let op = Place { tokens, top_k, experts, ids, counts, offsets, rows, pos };
-    bench.time("place", 0, 3 * R, |device| device.place(&op));
+    bench.part("place", 0, 3 * R, |cpu| cpu.place(&op));
     let [x, dy, out] = [(); 3].map(|_| bench.floats(T * D));
     let [y, dx] = [(); 2].map(|_| bench.floats(R * D));
     let [h, dh] = [(); 2].map(|_| bench.floats(R * 2 * F));
@@ -172,30 +169,30 @@ fn experts(bench: &mut Bench) {
         w_up: &w_up, h, a,
     };
     let flops = 2 * R * D * F;
-    bench.time("experts_up", 2 * flops, R * (D + 3 * F), |device| device.experts_up(&op));
+    bench.part("experts_up", 2 * flops, R * (D + 3 * F), |cpu| cpu.experts_up::<f32>(&op));
     let op = ExpertsDown { dim, hidden, a, offsets, w_down: &w_down, y };
-    bench.time("experts_down", flops, R * (D + F), |device| device.experts_down(&op));
+    bench.part("experts_down", flops, R * (D + F), |cpu| cpu.experts_down::<f32>(&op));
     let op = Combine { tokens, top_k, dim, y, pos, weights, residual: Some(x), out };
-    bench.time("combine", 0, R * D + 2 * T * D, |device| device.combine(&op));
+    bench.part("combine", 0, R * D + 2 * T * D, |cpu| cpu.combine::<f32>(&op));
     let op = ExpertsDownBackward {
         dim, hidden, activation, gated, dy, row_index, offsets, w_down: &w_down, h, a, s,
         ds, dh, a_scaled,
     };
     let floats = R * (D + 6 * F);
-    bench.time("experts_down_backward", flops, floats, |device| device.experts_down_backward(&op));
+    bench.part("experts_down_backward", flops, floats, |cpu| cpu.experts_down_backward::<f32>(&op));
     let op = ExpertsDownWgrad {
         dim, hidden, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
     };
-    bench.time("experts_down_wgrad", flops, R * (D + F), |device| device.experts_down_wgrad(&op));
+    bench.part("experts_down_wgrad", flops, R * (D + F), |cpu| cpu.experts_down_wgrad::<f32>(&op));
     let op = ExpertsDgrad {
         dim, hidden, gated, dh, offsets, w_gate: &w_gate, w_up: &w_up, dx,
     };
-    bench.time("experts_dgrad", 2 * flops, R * (D + 2 * F), |device| device.experts_dgrad(&op));
+    bench.part("experts_dgrad", 2 * flops, R * (D + 2 * F), |cpu| cpu.experts_dgrad::<f32>(&op));
     let op = ExpertsUpWgrad {
         dim, hidden, gated, x, row_index, offsets, dh, dw_gate: &dw_gate, dw_up: &dw_up,
     };
     let floats = R * (D + 2 * F);
-    bench.time("experts_up_wgrad", 2 * flops, floats, |device| device.experts_up_wgrad(&op));
+    bench.part("experts_up_wgrad", 2 * flops, floats, |cpu| cpu.experts_up_wgrad::<f32>(&op));
     let op = ScatterSum { tokens, top_k, dim, accumulate: false, x: dx, pos, out };
-    bench.time("scatter_sum", 0, R * D + T * D, |device| device.scatter_sum(&op));
+    bench.part("scatter_sum", 0, R * D + T * D, |cpu| cpu.scatter_sum::<f32>(&op));
 }

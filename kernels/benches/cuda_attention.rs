@@ -18,11 +18,10 @@ mod table;
 
 use std::time::{Duration, Instant};
 
-use moejob_kernels::cuda::{
-    Arena, AttentionDesc, AttentionKernels, Compiler, Event, Gpu, Measure, Stream,
-    default_cache_dir,
+use moejob_kernels::cuda::{Arena, Compiler, Event, Gpu, Measure, Stream, default_cache_dir};
+use moejob_kernels::{
+    ArenaPlan, Attention, AttentionBackward, AttentionDesc, AttentionKernels, Buffer, DType, philox,
 };
-use moejob_kernels::{ArenaPlan, Attention, AttentionBackward, Buffer, DType, philox};
 use table::median;
 
 type Failure = Box<dyn std::error::Error>;

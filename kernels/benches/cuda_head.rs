@@ -12,10 +12,10 @@ use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use moejob_kernels::cuda::{
-    Arena, Compiler, CudaError, DenseShape, Event, Gpu, Head, Measure, Products, Stream,
+    Arena, Compiler, CudaError, DenseShape, Event, Gpu, Measure, Products, Stream,
     default_cache_dir,
 };
-use moejob_kernels::{ArenaPlan, Buffer, DType, HeadDesc, HeadGradient, HeadLoss, Layout};
+use moejob_kernels::{ArenaPlan, Buffer, DType, Head, HeadDesc, HeadGradient, HeadLoss, Layout};
 
 type Failure = Box<dyn std::error::Error>;
 

@@ -6,8 +6,8 @@
 //!     [--zipf] [--stages] [--graph] [--fp16] [--fp32] [--add] [--search FILE]
 //!     [--tiles PRODUCT=N,STAGES,CLUSTER[,p][,sS];...] [--load MS] [--time MS]
 //! ```
-//! --search adds lines to FILE, which is `src/cuda/tiles.txt` in the end: tiles that were faster
-//! than the chosen ones. --fp16: elements of fp16; --fp32: weight gradients in fp32; --add:
+//! --search adds lines to FILE, which is `src/cuda/gemm/tiles.txt` in the end: tiles that were
+//! faster than the chosen ones. --fp16: elements of fp16; --fp32: weight gradients in fp32; --add:
 //! added to what is there.
 //! Prints the ceilings, first and last; `ours CASE | forward | backward | both ms | TFLOP/s, % of
 //! the ceiling | memory | launches | cold start`; with `--stages` the table of `table.rs`, whose
@@ -22,11 +22,10 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use bed::{Bed, Spread};
-use moejob_kernels::DType;
 use moejob_kernels::cuda::{
-    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Gradients, Measure, MoeActivation, MoeDesc,
-    MoeLayer, Output, ProductOp, default_cache_dir,
+    Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Measure, ProductOp, default_cache_dir,
 };
+use moejob_kernels::{DType, Gradients, MoeActivation, MoeDesc, MoeLayer, Output};
 use table::{Ceilings, Reading, median};
 
 type Failure = Box<dyn std::error::Error>;

@@ -1,94 +1,23 @@
 //! The device a rank computes on, and moving bytes to and from it.
 
-use crate::buffer::{ArenaPlan, Buffer, DType, Element};
-use crate::cpu::{CpuDevice, Isa};
-use crate::cuda::{CudaDevice, CudaError, Event, Fault, LayerError, Post};
-use crate::marks::StepPhase;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How often the host has had to do with a device's memory since the device was made. Ops, and what
-/// links move between devices, are not among it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Copies from the host.
-    pub writes: u64,
-    /// Copies to the host, each of which waits for all that was enqueued.
-    pub reads: u64,
-    /// Times the host waited without reading.
-    pub waits: u64,
-}
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
+use crate::cpu::CpuDevice;
+use crate::cpu::isa::Isa;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::event::Event;
+use crate::cuda::fault::Fault;
+use crate::cuda::staging::Post;
+use crate::error::{KernelError, LayerError};
+use crate::kept::Kept;
+use crate::marks::StepPhase;
+use crate::pages::Pages;
+use crate::stored::Stored;
+use crate::traffic::{Traffic, TrafficCounts};
 
-/// The same while it is counted.
-#[derive(Debug, Default)]
-pub(crate) struct TrafficCounts {
-    pub(crate) writes: AtomicU64,
-    pub(crate) reads: AtomicU64,
-    waits: AtomicU64,
-}
-
-impl TrafficCounts {
-    fn now(&self) -> Traffic {
-        let [writes, reads, waits] =
-            [&self.writes, &self.reads, &self.waits].map(|count| count.load(Ordering::Relaxed));
-        Traffic { writes, reads, waits }
-    }
-}
-
-/// Why a device could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum KernelError {
-    #[error("a CPU device needs between 1 and {max} threads, not {found}")]
-    Threads { found: usize, max: usize },
-    #[error("reserving an arena of {bytes} bytes of address space")]
-    Arena { bytes: usize, source: rustix::io::Errno },
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    #[error(transparent)]
-    Layer(#[from] LayerError),
-    #[error("this processor has no {isa:?}")]
-    Isa { isa: Isa },
-}
-
-/// What memory there is too little of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lack {
-    /// The GPU's.
-    Device,
-    /// The host's, for what is offloaded.
-    Host,
-}
-
-impl KernelError {
-    /// What the GPU's side says, if it is that.
-    pub fn of_gpu(&self) -> Option<&CudaError> {
-        match self {
-            KernelError::Cuda(error) => Some(error),
-            KernelError::Layer(error) => error.of_gpu(),
-            _ => None,
-        }
-    }
-
-    /// What has no room, if that is it.
-    pub fn lack(&self) -> Option<Lack> {
-        match self.of_gpu()? {
-            CudaError::HostMemory { .. } => Some(Lack::Host),
-            error => error.is_room().then_some(Lack::Device),
-        }
-    }
-
-    /// The GPU itself is not there, or is none that engines take.
-    pub fn is_device(&self) -> bool {
-        matches!(self.of_gpu(), Some(CudaError::NoGpu { .. } | CudaError::NotGiven(_)))
-    }
-
-    /// See [`CudaError::is_of_process`].
-    pub fn is_of_process(&self) -> bool {
-        self.of_gpu().is_some_and(CudaError::is_of_process)
-    }
-}
-
-/// Where the ops run. Every op is a method that matches on the device once.
+/// Where the ops run.
 ///
 /// Ops enqueue work and return nothing; the CPU does it at once. A wrong shape, kind or overlap of
 /// buffers is a programmer's error and panics. The exclusive borrow is what makes views of the
@@ -97,14 +26,13 @@ impl KernelError {
 #[non_exhaustive]
 pub enum Device {
     Cpu(CpuDevice),
-    /// Panics by name on the ops that it lacks
     Cuda(CudaDevice),
 }
 
 /// A copy on its way to the host.
 #[derive(Debug)]
 pub struct Posted {
-    dtype: crate::DType,
+    dtype: DType,
     len: usize,
     at: At,
 }
@@ -324,6 +252,14 @@ impl Device {
         self.counts().now()
     }
 
+    /// Tables, kernels and times that are kept on this device.
+    pub(crate) fn kept(&mut self) -> &mut Kept {
+        match self {
+            Device::Cpu(cpu) => &mut cpu.kept,
+            Device::Cuda(cuda) => &mut cuda.cache.kept,
+        }
+    }
+
     pub(crate) fn counts(&self) -> &TrafficCounts {
         match self {
             Device::Cpu(cpu) => &cpu.traffic,
@@ -375,7 +311,7 @@ impl Device {
         self.counts().reads.fetch_add(1, Ordering::Relaxed);
         match self {
             Device::Cpu(cpu) => {
-                let bytes = cpu.slice::<u8>(buffer.reinterpret(crate::DType::U8)).to_vec();
+                let bytes = cpu.slice::<u8>(buffer.reinterpret(DType::U8)).to_vec();
                 Posted { dtype: buffer.dtype(), len: buffer.len(), at: At::Host(bytes) }
             }
             Device::Cuda(cuda) => {
@@ -423,22 +359,43 @@ impl Device {
             Device::Cuda(cuda) => cuda.fill_zero(buffer),
         }
     }
-}
 
-/// Runs the body with `$T` as the float type that `$dtype` names.
-macro_rules! on_float {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            crate::DType::F32 => {
-                type $T = f32;
-                $body
+    /// Waits for everything enqueued, then the floats of each of some places come to the host,
+    /// where as many bytes wait for them, and `pages` of those leave or stay. From a GPU they come
+    /// together, which is faster than one by one.
+    pub fn read_all(&self, all: Vec<(Stored, &mut [u8])>, pages: Pages) {
+        self.await_marks();
+        self.counts().reads.fetch_add(all.len() as u64, Ordering::Relaxed);
+        all.iter().for_each(|(place, into)| place.check(into.len()));
+        match self {
+            Device::Cuda(cuda) => cuda.read_all(all, pages),
+            Device::Cpu(cpu) => {
+                for (place, into) in all {
+                    let parts = place.parts().map(|(of, _)| cpu.slice(of.reinterpret(DType::U8)));
+                    let parts: Vec<&[u8]> = parts.collect();
+                    place.unpack(&parts.concat(), into);
+                    pages.settle(into);
+                }
             }
-            crate::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            other => panic!("the CPU computes in F32 or F64, not {other:?}"),
         }
-    };
+    }
+
+    /// Floats of the host go to each of some places, which do not overlap. To a GPU they go
+    /// together, which is faster than one by one.
+    pub fn write_all(&mut self, all: &[(Stored, &[u8])]) {
+        self.counts().writes.fetch_add(all.len() as u64, Ordering::Relaxed);
+        all.iter().for_each(|(place, from)| place.check(from.len()));
+        match self {
+            Device::Cuda(cuda) => cuda.write_all(all),
+            Device::Cpu(cpu) => {
+                for (place, from) in all {
+                    let mut packed = vec![0; place.packed_bytes(from.len())];
+                    place.pack(from, &mut packed);
+                    for (part, at) in place.packed(from.len()) {
+                        cpu.slice_mut(part.reinterpret(DType::U8)).copy_from_slice(&packed[at]);
+                    }
+                }
+            }
+        }
+    }
 }
-pub(crate) use on_float;

@@ -8,10 +8,12 @@
 //! A GPU records an event at each, which takes it about a microsecond: a dozen a step for phases,
 //! some hundreds for stretches and marks.
 
-use crate::cuda::{CudaError, Event};
+use std::time::Instant;
+
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
 use crate::device::Device;
 use crate::stretch::Stretches;
-use std::time::Instant;
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,10 +179,11 @@ impl Device {
 
     /// Whether marks are kept.
     pub fn keeps_marks(&self) -> bool {
-        match self {
-            Device::Cpu(cpu) => cpu.marks.is_some(),
-            Device::Cuda(cuda) => cuda.marks.is_some(),
-        }
+        let kept = match self {
+            Device::Cpu(cpu) => &cpu.kept,
+            Device::Cuda(cuda) => &cuda.cache.kept,
+        };
+        kept.get::<Option<Marks>>().is_some_and(Option::is_some)
     }
 
     /// Waits, and tells what lies between the marks; none are kept any more.
@@ -197,12 +200,10 @@ impl Device {
 
     /// What was enqueued since the last call belongs to `phase`; of the first one nothing does.
     pub fn phase(&mut self, phase: StepPhase) {
+        let spare = self.phases().spare.pop();
         let at = match self {
             Device::Cpu(_) => Some(At::Host(Instant::now())),
-            Device::Cuda(cuda) => {
-                let spare = cuda.phases.spare.pop();
-                cuda.event_again(spare).map(At::Gpu)
-            }
+            Device::Cuda(cuda) => cuda.event_again(spare).map(At::Gpu),
         };
         if let Some(at) = at {
             self.phases().ends.push(PhaseEnd { phase, at, host: Instant::now() });
@@ -235,17 +236,11 @@ impl Device {
     }
 
     fn marks(&mut self) -> &mut Option<Marks> {
-        match self {
-            Device::Cpu(cpu) => &mut cpu.marks,
-            Device::Cuda(cuda) => &mut cuda.marks,
-        }
+        self.kept().of()
     }
 
     pub(crate) fn phases(&mut self) -> &mut Phases {
-        match self {
-            Device::Cpu(cpu) => &mut cpu.phases,
-            Device::Cuda(cuda) => &mut cuda.phases,
-        }
+        self.kept().of()
     }
 }
 

@@ -10,8 +10,9 @@
 //! container in it. Both versions may be mounted at once, and version 1 tells of groups above the
 //! mount by one number alone.
 
-use rustix::process::{Resource, getrlimit};
 use std::path::{Component, Path, PathBuf};
+
+use rustix::process::{Resource, getrlimit};
 
 /// Groups that are nested in each other at most.
 const DEPTH_MAX: usize = 64;

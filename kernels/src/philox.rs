@@ -1,6 +1,6 @@
 //! Random numbers that are functions: Philox4x32-10 (Salmon et al. 2011, Random123).
 
-use crate::cpu::{ln, sin_cos};
+use crate::cpu::float::{ln, sin_cos};
 
 /// Four random words of a key and a counter. No state: equal arguments give equal words.
 pub fn philox4x32_10(key: u64, counter: [u32; 4]) -> [u32; 4] {

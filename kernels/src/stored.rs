@@ -9,13 +9,12 @@
 //! ```
 //! The host's processors convert: they copy every byte anyway, and memory is their bound.
 
-use crate::buffer::{Buffer, DType};
-use crate::convert::{join, split};
-use crate::device::Device;
-use crate::pages::{Pages, copy_past_caches};
-use half::{bf16, f16};
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+
+use half::{bf16, f16};
+
+use crate::buffer::{Buffer, DType};
+use crate::pages::copy_past_caches;
 
 /// Where a device keeps floats: `T` is a buffer or an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +34,7 @@ const BLOCK: usize = 16 << 10;
 
 impl<T: Copy> Stored<T> {
     /// The buffers that it is kept in, each with its bytes for four bytes of the host.
-    fn parts(self) -> impl Iterator<Item = (T, usize)> {
+    pub(crate) fn parts(self) -> impl Iterator<Item = (T, usize)> {
         let (first, second) = match self {
             Stored::Plain(all) => ((all, 4), None),
             Stored::Halves { weight, low } => ((weight, 2), Some((low, 2))),
@@ -153,50 +152,21 @@ impl Stored {
         }
     }
 
-    fn check(&self, bytes: usize) {
+    pub(crate) fn check(&self, bytes: usize) {
         assert_eq!(self.bytes(), bytes, "{self:?}");
     }
 }
 
-impl Device {
-    /// Waits for everything enqueued, then the floats of each of some places come to the host,
-    /// where as many bytes wait for them, and `pages` of those leave or stay. From a GPU they come
-    /// together, which is faster than one by one.
-    pub fn read_all(&self, all: Vec<(Stored, &mut [u8])>, pages: Pages) {
-        self.await_marks();
-        self.counts().reads.fetch_add(all.len() as u64, Ordering::Relaxed);
-        all.iter().for_each(|(place, into)| place.check(into.len()));
-        match self {
-            Device::Cuda(cuda) => cuda.read_all(all, pages),
-            Device::Cpu(cpu) => {
-                for (place, into) in all {
-                    let parts = place.parts().map(|(of, _)| cpu.slice(of.reinterpret(DType::U8)));
-                    let parts: Vec<&[u8]> = parts.collect();
-                    place.unpack(&parts.concat(), into);
-                    pages.settle(into);
-                }
-            }
-        }
-    }
+/// The weight and the low half of a master's bits.
+#[inline(always)]
+pub(crate) fn split(master: f32) -> (u16, i16) {
+    let bits = master.to_bits();
+    ((bits.wrapping_add(0x8000) >> 16) as u16, bits as i16)
+}
 
-    /// Floats of the host go to each of some places, which do not overlap. To a GPU they go
-    /// together, which is faster than one by one.
-    pub fn write_all(&mut self, all: &[(Stored, &[u8])]) {
-        self.counts().writes.fetch_add(all.len() as u64, Ordering::Relaxed);
-        all.iter().for_each(|(place, from)| place.check(from.len()));
-        match self {
-            Device::Cuda(cuda) => cuda.write_all(all),
-            Device::Cpu(cpu) => {
-                for (place, from) in all {
-                    let mut packed = vec![0; place.packed_bytes(from.len())];
-                    place.pack(from, &mut packed);
-                    for (part, at) in place.packed(from.len()) {
-                        cpu.slice_mut(part.reinterpret(DType::U8)).copy_from_slice(&packed[at]);
-                    }
-                }
-            }
-        }
-    }
+#[inline(always)]
+pub(crate) fn join(weight: u16, low: i16) -> f32 {
+    f32::from_bits((u32::from(weight) << 16).wrapping_add(i32::from(low) as u32))
 }
 
 #[cfg(test)]
@@ -242,6 +212,23 @@ mod tests {
             for (into, from) in into.as_chunks().0.iter().zip(from.as_chunks().0) {
                 let (came, went) = (f32::from_ne_bytes(*into), f32::from_ne_bytes(*from));
                 assert_eq!(came.to_bits(), rounds(went).to_bits(), "{place:?}: {went}");
+            }
+        }
+    }
+
+    #[test]
+    fn halves_lose_nothing_and_round_to_nearest() {
+        for i in 0..1_u64 << 22 {
+            // All exponents and signs, and low halves around their middle.
+            let low = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff][i as usize % 6];
+            let bits = ((i >> 6) as u32) << 16 | low;
+            let (weight, low) = split(f32::from_bits(bits));
+            assert_eq!(join(weight, low).to_bits(), bits);
+            let (near, master) = (f32::from_bits(u32::from(weight) << 16), f32::from_bits(bits));
+            if near.is_finite() && master.is_finite() {
+                let nearest = half::bf16::from_f32(master).to_f32();
+                let distance = |x: f32| (f64::from(x) - f64::from(master)).abs();
+                assert!(distance(near) <= distance(nearest), "{bits:x}");
             }
         }
     }

@@ -8,10 +8,11 @@
 //! Stretches among the ops lie in a phase each. Those beside them have a clock of their own, the
 //! lane's of what passes between devices, and may end in a later step.
 
-use crate::cuda::Event;
+use std::time::Instant;
+
+use crate::cuda::event::Event;
 use crate::device::Device;
 use crate::marks::{At, PhaseEnds, StepPhase, between};
-use std::time::Instant;
 
 /// The ones of a step.
 #[derive(Debug, Default)]
@@ -83,16 +84,14 @@ impl Device {
     }
 
     fn time(&mut self, beside: bool) -> Option<At> {
+        let spare = self.phases().spare.pop();
         match self {
             Device::Cpu(_) => Some(At::Host(Instant::now())),
-            Device::Cuda(cuda) => {
-                let spare = cuda.phases.spare.pop();
-                // In a flight its lane is where all is enqueued.
-                match beside && !cuda.is_in_flight() {
-                    true => cuda.event_beside(spare).map(At::Gpu),
-                    false => cuda.event_again(spare).map(At::Gpu),
-                }
+            // In a flight its lane is where all is enqueued.
+            Device::Cuda(cuda) if beside && !cuda.is_in_flight() => {
+                cuda.event_beside(spare).map(At::Gpu)
             }
+            Device::Cuda(cuda) => cuda.event_again(spare).map(At::Gpu),
         }
     }
 

@@ -1,5 +1,5 @@
-//! The end of a step over buckets: on the CPU the bits of one op a tensor, on a GPU the bits of the
-//! CPU.
+//! The end of a step over buckets: on the CPU the bits of AdamW element by element, on a GPU the
+//! bits of the CPU.
 
 #[path = "cuda_common/step_bed.rs"]
 mod step_bed;
@@ -144,48 +144,63 @@ impl Bucket {
     }
 }
 
-/// One op a tensor, as a rank does without buckets.
-fn tensor_by_tensor(bed: &mut StepBed, bucket: &Bucket, grad_scale: f64) {
-    let BucketAdamW { weight, moment1, moment2, gradient, .. } = bucket.op;
-    let (beta1, beta2) = BETAS;
-    let mut at = 0;
+/// AdamW of one element (Loshchilov and Hutter 2019), each operation rounded to a float.
+fn adamw<T: Float>(class: StepClass, decays: bool, grad_scale: f64, of: [f64; 4]) -> [f64; 3] {
+    let ([w, m, v, g], (beta1, beta2)) = (of.map(T::of), BETAS);
+    let g = g * T::of(grad_scale);
+    let m = m.fma(T::of(beta1), T::of(1.0 - beta1) * g);
+    let v = v.fma(T::of(beta2), T::of(1.0 - beta2) * g * g);
+    let root = (v * T::of(class.correction)).sqrt() + T::of(EPS);
+    let keep = if decays { T::of(class.keep) } else { T::ONE };
+    let w = w.fma(keep, -(T::of(class.rate) * m / root));
+    [w, m, v].map(T::wide)
+}
+
+/// Weight and moments of a bucket behind its update, element by element.
+fn updated(bed: &StepBed, bucket: &Bucket, grad_scale: f64) -> [Vec<f64>; 3] {
+    let BucketAdamW { weight, moment1, moment2, gradient, params, .. } = bucket.op;
+    let [mut w, mut m, mut v, g] = [weight, moment1, moment2, gradient].map(|part| bed.get(part));
+    let (params, mut at) = (bed.get(params), 0);
     for Tensor { len, about } in tensors() {
-        let step = [STEP, 2, 0, 0][about.class as usize];
-        if !about.frozen && step > 0 {
-            bed.device.adamw(&AdamW {
-                lr: LR,
-                beta1,
-                beta2,
-                eps: EPS,
-                weight_decay: if about.decays { DECAY } else { 0.0 },
-                step,
-                grad_scale,
-                w: weight.slice(at, len),
-                m: moment1.slice(at, len),
-                v: moment2.slice(at, len),
-                g: gradient.slice(at, len),
-            });
+        let class = StepParams::class(&params, about.class as usize);
+        for i in (at..at + len).filter(|_| class.active && !about.frozen) {
+            let of = [w[i], m[i], v[i], g[i]];
+            [w[i], m[i], v[i]] = match weight.dtype() {
+                DType::F64 => adamw::<f64>(class, about.decays, grad_scale, of),
+                _ => adamw::<f32>(class, about.decays, grad_scale, of),
+            };
         }
         at += len.next_multiple_of(BLOCK);
     }
+    [w, m, v]
 }
 
+/// On every instruction set, by any number of threads.
 #[test]
-fn a_bucket_has_the_bits_of_its_tensors() {
-    for float in [DType::F32, DType::F64] {
-        let kinds = Kinds { weight: float, master: "weight", moment: float, gradient: float };
-        for norm_max in [0.0, 0.05] {
+fn a_bucket_has_the_bits_of_its_elements() {
+    let StepClass { rate, correction, .. } = StepClass::new(STEP, LR, BETAS, DECAY);
+    let [rest1, rest2] = [BETAS.0, BETAS.1].map(|beta| 1.0 - beta.powi(STEP as i32));
+    assert!((rate * rest1 / LR - 1.0).abs() < 1e-15 && (correction * rest2 - 1.0).abs() < 1e-15);
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.is_available());
+    for (isa, threads) in isas.flat_map(|isa| [(isa, 1), (isa, 5)]) {
+        for (float, norm_max) in [DType::F32, DType::F64].map(|float| [(float, 0.0), (float, 0.05)])
+            .concat()
+        {
+            let kinds = Kinds { weight: float, master: "weight", moment: float, gradient: float };
             let mut bed = StepBed::cpu(DType::F32, float);
+            let cpu = CpuDevice::new(threads, step_bed::ARENA_BYTES, isa).expect("a CPU");
+            bed.device = Device::Cpu(cpu);
             let bucket = Bucket::new(&mut bed, kinds, params(norm_max, 1.0));
-            bucket.run(&mut bed);
+            bed.device.gradient_numbers(&bucket.numbers);
+            bed.device.decide_update(&bucket.decide);
             let control = bed.get(bucket.op.control);
             assert_eq!((control[0], control[3]), (1.0, 6.0));
             assert_eq!(control[1] < 1.0, norm_max > 0.0, "{control:?}");
-            let mut single = StepBed::cpu(DType::F32, float);
-            let same = Bucket::new(&mut single, kinds, params(norm_max, 1.0));
-            tensor_by_tensor(&mut single, &same, control[1]);
-            for (found, expected) in bucket.state().into_iter().zip(same.state()) {
-                assert!(bed.bytes(found) == single.bytes(expected), "{float:?} {norm_max}");
+            let expected = updated(&bed, &bucket, control[1]);
+            bed.device.bucket_adamw(&bucket.op);
+            let found = bucket.state().into_iter().map(|part| bed.get(part));
+            for (part, (found, expected)) in found.zip(expected).enumerate() {
+                assert!(found == expected, "part {part} of {float:?}, {isa:?}, {threads} threads");
             }
         }
     }
@@ -198,18 +213,20 @@ fn the_numbers_of_a_bucket_are_those_of_its_tensors() {
     let mut bed = StepBed::cpu(float, float);
     let bucket = Bucket::new(&mut bed, kinds, params(0.0, 4.0));
     bed.device.gradient_numbers(&bucket.numbers);
-    let (mut at, mut squares) = (0, 0.0);
-    for Tensor { len, about } in tensors() {
-        let g = bucket.op.gradient.slice(at, len);
-        let out = bed.output(DType::F64, len.div_ceil(BLOCK));
-        bed.device.block_square_sums(&BlockSquareSums { g, out });
-        if !about.uncounted && about.class != 2 {
-            bed.get(out).iter().for_each(|sum| squares += sum);
-        }
-        at += len.next_multiple_of(BLOCK);
-    }
+    let g = bed.get(bucket.op.gradient);
+    let square = |(g, of): (&[f64], &BucketBlock)| -> f64 {
+        g[..of.len as usize].iter().map(|x| x * x).sum()
+    };
+    let blocks = blocks();
+    let expected: Vec<f64> = g.chunks(BLOCK).zip(&blocks).map(square).collect();
+    let counted = blocks.iter().zip(&expected).map(|(of, sum)| match of.uncounted {
+        false if of.class != 2 => *sum,
+        _ => 0.0,
+    });
     let numbers = bed.get(bucket.numbers.numbers);
-    assert_eq!(numbers[StepNumbers::SQUARED_NORM], squares / 16.0);
+    let squares = [counted.sum::<f64>() / 16.0];
+    assert!(step_bed::error(&[numbers[StepNumbers::SQUARED_NORM]], &squares) < 1e-13);
+    assert!(step_bed::error(&bed.get(bucket.numbers.sums), &expected) < 1e-13);
     assert_eq!(numbers[StepNumbers::NON_FINITE], 0.0);
 }
 
@@ -346,18 +363,21 @@ fn sums_of_squares_on_a_gpu() {
             let Some(mut gpu) = bed(true, "sums of squares", DType::F32) else { return };
             let mut cpu = StepBed::cpu(DType::F32, DType::F32);
             let [found, expected] = [&mut gpu, &mut cpu].map(|bed| {
-                let values: Vec<f64> =
+                let blocks: Vec<_> = BucketBlock::default().of_tensor(len as u64).collect();
+                let mut values: Vec<f64> =
                     (0..len).map(|i| ((i * 7919) % 8191) as f64 / 8192.0 - 0.4).collect();
-                let small = bed.put(dtype, &values);
-                let g = bed.output(DType::F32, if dtype == DType::F32 { 0 } else { len });
-                let out = bed.output(DType::F64, len.div_ceil(BLOCK));
-                if bed.device.as_cpu().is_some() && dtype != DType::F32 {
-                    bed.device.cast(&Cast { from: small, to: g });
-                    bed.device.block_square_sums(&BlockSquareSums { g, out });
-                } else {
-                    bed.device.block_square_sums(&BlockSquareSums { g: small, out });
-                }
-                bed.get(out)
+                values.resize(blocks.len() * BLOCK, 0.0);
+                let op = GradientNumbers {
+                    layout: LAYOUT,
+                    table: bed.words(&BucketBlock::table(&blocks)),
+                    params: bed.put(DType::F64, &params(0.0, 1.0).encode()),
+                    gradient: bed.put(dtype, &values),
+                    sums: bed.output(DType::F64, blocks.len()),
+                    numbers: bed.put(DType::F64, &[0.0; LAYOUT.len()]),
+                    squares: None,
+                };
+                bed.device.gradient_numbers(&op);
+                [bed.get(op.sums), bed.get(op.numbers)].concat()
             });
             assert!(step_bed::error(&found, &expected) < 1e-13, "{dtype:?} {len}");
         }
@@ -372,44 +392,36 @@ fn fused_ops_have_the_bits_of_their_parts() {
         let (dim, eps, theta) = (heads * head_dim, 1e-5, 1e4);
         let run = |fused: bool, per_head: bool| {
             let mut bed = StepBed::cpu(DType::F32, float);
-            let (input, branch) = (bed.input(tokens * dim), bed.input(tokens * dim));
-            let (w, positions) = (bed.input(dim), bed.words(&step_bed::below(2, tokens, 900)));
-            let (mid, y) = (bed.floats(tokens * dim), bed.floats(tokens * dim));
-            let rstd = bed.floats(tokens);
-            let rows = tokens;
+            let (x, positions) =
+                (bed.input(tokens * dim), bed.words(&step_bed::below(2, tokens, 900)));
             let spans = if per_head { tokens * heads } else { tokens };
             let width = tokens * dim / spans;
             let (gain, dy) = (bed.input(width), bed.input(tokens * dim));
             let (turned, dx) = (bed.floats(tokens * dim), bed.floats(tokens * dim));
             let (turned_rstd, dw) = (bed.floats(spans), bed.input(width));
             if fused {
-                let op = AddRmsNorm { rows, dim, eps, input, branch, w, mid, y, rstd };
-                bed.device.add_rms_norm(&op);
                 let forward = NormRope {
-                    tokens, heads, head_dim, per_head, eps, theta, positions, x: mid, w: gain,
+                    tokens, heads, head_dim, per_head, eps, theta, positions, x, w: gain,
                     y: turned, rstd: turned_rstd,
                 };
                 bed.device.norm_rope(&forward);
                 let op = NormRopeBackward { forward, dy, dx, dw, accumulate_dw: true };
                 bed.device.norm_rope_backward(&op);
             } else {
-                bed.device.copy(input, mid);
-                bed.device.add(&Add { a: mid, b: branch });
-                bed.device.rms_norm(&RmsNorm { rows, dim, eps, x: mid, w, y, rstd });
                 let (rows, dim, w, rstd) = (spans, width, gain, turned_rstd);
-                bed.device.rms_norm(&RmsNorm { rows, dim, eps, x: mid, w, y: turned, rstd });
+                bed.device.rms_norm(&RmsNorm { rows, dim, eps, x, w, y: turned, rstd });
                 let rope = Rope {
                     tokens, heads, head_dim, theta, inverse: false, positions, x: turned,
                 };
                 bed.device.rope(&rope);
                 bed.device.rope(&Rope { inverse: true, x: dy, ..rope });
                 bed.device.rms_norm_backward(&RmsNormBackward {
-                    rows, dim, x: mid, w, rstd, dy, dx, dw,
+                    rows, dim, x, w, rstd, dy, dx, dw,
                     accumulate_dx: false,
                     accumulate_dw: true,
                 });
             }
-            [mid, y, rstd, turned, turned_rstd, dx, dw].map(|buffer| bed.bytes(buffer))
+            [turned, turned_rstd, dx, dw].map(|buffer| bed.bytes(buffer))
         };
         for per_head in [false, true] {
             assert!(run(true, per_head) == run(false, per_head), "{float:?} {per_head}");

@@ -3,9 +3,9 @@
 
 mod stubs;
 
-use moejob_kernels::cuda::{Captured, CudaDevice, LayerError};
+use moejob_kernels::cuda::{Captured, CudaDevice};
 use moejob_kernels::{
-    Add, ArenaPlan, BiasBackward, Buffer, DType, Device, StepPhase, Stored,
+    Add, ArenaPlan, BiasBackward, Buffer, DType, Device, LayerError, StepPhase, Stored,
 };
 use std::process::Command;
 use stubs::Stubs;

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Bed, assert_close, below, uniform};
+use moejob_kernels::parts::*;
 use moejob_kernels::*;
 
 #[test]
@@ -129,7 +130,7 @@ fn route(
     let weights = bed.output(tokens * top_k);
     let counts = bed.output_of(DType::U32, experts);
     let (prob_sums, losses) = (bed.output(experts), bed.output(2));
-    bed.device.route(&Route {
+    bed.route(&Route {
         tokens,
         experts,
         top_k,
@@ -210,7 +211,7 @@ fn place_sorts_by_expert_then_token() {
     let counts = bed.output_of(DType::U32, experts);
     let offsets = bed.output_of(DType::U32, experts + 1);
     let [rows, pos] = [0, 1].map(|_| bed.output_of(DType::U32, tokens * top_k));
-    bed.device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+    bed.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     assert_eq!(bed.values::<u32>(counts), [3, 0, 2, 3]);
     assert_eq!(bed.values::<u32>(offsets), [0, 3, 3, 5, 8]);
     assert_eq!(bed.values::<u32>(rows), [0, 1, 3, 1, 2, 0, 2, 3]);
@@ -235,7 +236,7 @@ fn an_expert_row_does_not_see_the_others() {
         let rows = keep.len();
         let (h, a) = (bed.output(rows * 2 * hidden), bed.output(rows * hidden));
         let y = bed.output(rows * dim);
-        bed.device.experts_up(&ExpertsUp {
+        bed.experts_up(&ExpertsUp {
             dim,
             hidden,
             activation: Activation::Silu,
@@ -249,7 +250,7 @@ fn an_expert_row_does_not_see_the_others() {
             a,
         });
         let w_down = &w_down[..];
-        bed.device.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down, y });
+        bed.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down, y });
         (x, w_gate, w_up, w_down.to_vec(), y)
     };
     let new_bed = || Bed::new(DType::F32, 2, Isa::detect());
@@ -281,10 +282,10 @@ fn an_empty_segment_gets_a_gradient_of_zeros() {
     let (dh, row_index, offsets) = (bed.input(2 * hidden), bed.words(&[0]), bed.words(&[0, 0, 1]));
     let outputs = [0; 6].map(|_| bed.output(dim * hidden));
     let [dw_down, dw_gate, dw_up] = [&outputs[..2], &outputs[2..4], &outputs[4..]];
-    bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+    bed.experts_down_wgrad(&ExpertsDownWgrad {
         dim, hidden, dy, row_index, offsets, a_scaled, dw_down,
     });
-    bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+    bed.experts_up_wgrad(&ExpertsUpWgrad {
         dim, hidden, gated: true, x, row_index, offsets, dh, dw_gate, dw_up,
     });
     for dw in [dw_down, dw_gate, dw_up] {
@@ -303,7 +304,7 @@ fn combine_adds_the_residual_last_and_in_slot_order() {
     let y = bed.floats(&[1e8, 1.0, -1e8]);
     let (pos, weights) = (bed.words(&[0, 2, 1]), bed.floats(&[1.0; 3]));
     let (residual, out) = (Some(bed.floats(&[0.5])), bed.output(1));
-    bed.device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
+    bed.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
     // 1e8 - 1e8 + 1 is 1; with 1 in second place it would have been lost.
     assert_eq!(bed.get(out), [1.5]);
 }
@@ -315,7 +316,7 @@ fn cross_entropy_ignores_what_it_is_told_to() {
     let logits = bed.input(tokens * vocab);
     let before = bed.get(logits);
     let (targets, loss) = (bed.words(&[4, IGNORE, 0]), bed.output(tokens));
-    bed.device.cross_entropy(&CrossEntropy {
+    bed.cross_entropy(&CrossEntropy {
         tokens, vocab, scale, gradient: true, logits, targets, loss,
     });
     let (loss, gradient) = (bed.get(loss), bed.get(logits));
@@ -328,45 +329,6 @@ fn cross_entropy_ignores_what_it_is_told_to() {
         let expected: Vec<f64> = (0..vocab).map(d).collect();
         assert_close("gradient", &gradient[t * vocab..][..vocab], &expected, 1e-14);
     }
-}
-
-#[test]
-fn adamw_corrects_its_moments_and_decays_apart() {
-    let (lr, beta1, beta2, eps, weight_decay) = (0.01_f64, 0.9_f64, 0.95_f64, 1e-8, 0.1);
-    let n = 21;
-    let mut bed = Bed::f64();
-    let w = bed.input(n);
-    let (m, v) = (bed.floats(&[0.0; 21]), bed.floats(&[0.0; 21]));
-    let (mut ew, mut em, mut ev) = (bed.get(w), vec![0.0; n], vec![0.0; n]);
-    for step in 1..=5 {
-        let g = bed.input(n);
-        bed.device.adamw(&AdamW {
-            lr, beta1, beta2, eps, weight_decay, step, grad_scale: 0.5, w, m, v, g,
-        });
-        for (i, g) in bed.get(g).iter().map(|g| g * 0.5).enumerate() {
-            em[i] = beta1 * em[i] + (1.0 - beta1) * g;
-            ev[i] = beta2 * ev[i] + (1.0 - beta2) * g * g;
-            let m = em[i] / (1.0 - beta1.powi(step as i32));
-            let v = ev[i] / (1.0 - beta2.powi(step as i32));
-            ew[i] = ew[i] * (1.0 - lr * weight_decay) - lr * m / (v.sqrt() + eps);
-        }
-    }
-    assert_close("w", &bed.get(w), &ew, 1e-14);
-    assert_close("m", &bed.get(m), &em, 1e-14);
-    assert_close("v", &bed.get(v), &ev, 1e-14);
-}
-
-#[test]
-fn sums_of_squares_cover_every_element() {
-    let n = SQUARE_SUM_BLOCK + 5;
-    let mut bed = Bed::f64();
-    let x = bed.input(n);
-    let out = bed.output(2);
-    bed.device.block_square_sums(&BlockSquareSums { g: x, out });
-    let values = bed.get(x);
-    let (first, second) = values.split_at(SQUARE_SUM_BLOCK);
-    let expected = [first, second].map(|block| block.iter().map(|x| x * x).sum());
-    assert_close("sums", &bed.get(out), &expected, 1e-13);
 }
 
 #[test]
@@ -399,7 +361,7 @@ fn empty_slots_are_passed_over() {
     let counts = bed.output_of(DType::U32, experts);
     let offsets = bed.output_of(DType::U32, experts + 1);
     let [rows, pos] = [0, 1].map(|_| bed.output_of(DType::U32, tokens * top_k));
-    bed.device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+    bed.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
     assert_eq!(bed.values::<u32>(counts), [2, 0, 1, 1]);
     assert_eq!(bed.values::<u32>(offsets), [0, 2, 2, 3, 4]);
     assert_eq!(bed.values::<u32>(rows)[..4], [0, 3, 2, 2]);
@@ -407,19 +369,19 @@ fn empty_slots_are_passed_over() {
     let y = bed.floats(&(1..=4).flat_map(|row| [f64::from(row); 3]).collect::<Vec<f64>>());
     let weights = bed.floats(&[2.0, f64::NAN, f64::NAN, 0.0, 10.0, 100.0, 0.0, 3.0]);
     let out = bed.output(tokens * dim);
-    bed.device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual: None, out });
+    bed.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual: None, out });
     let expected = [2.0, 0.0, 430.0, 6.0].map(|x| [x; 3]).concat();
     assert_eq!(bed.get(out), expected);
     let sum = bed.output(tokens * dim);
     let op = ScatterSum { tokens, top_k, dim, accumulate: false, x: y, pos, out: sum };
-    bed.device.scatter_sum(&op);
+    bed.scatter_sum(&op);
     assert_eq!(bed.get(sum), [1.0, 0.0, 7.0, 2.0].map(|x| [x; 3]).concat());
     let (ds, dweights) = (bed.floats(&[5.0, 6.0, 7.0, 8.0]), bed.output(tokens * top_k));
     let rows = tokens * top_k;
-    bed.device.gather_rows(&GatherRows { rows, dim: 1, x: ds, index: pos, y: dweights });
+    bed.gather_rows(&GatherRows { rows, dim: 1, x: ds, index: pos, y: dweights });
     assert_eq!(bed.get(dweights), [5.0, 0.0, 0.0, 0.0, 7.0, 8.0, 0.0, 6.0]);
     let row_weights = bed.output(4);
     let op = ScatterRows { rows, dim: 1, x: weights, index: pos, y: row_weights };
-    bed.device.scatter_rows(&op);
+    bed.scatter_rows(&op);
     assert_eq!(bed.get(row_weights), [2.0, 3.0, 10.0, 100.0]);
 }

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Bed, below, check_exact};
+use moejob_kernels::parts::*;
 use moejob_kernels::*;
 
 #[test]
@@ -122,13 +123,13 @@ fn route() {
             let prob_sums = bed.output_of(DType::F64, experts);
             let losses = bed.output_of(DType::F64, 2);
             let scale = 1.5;
-            bed.device.route(&Route {
+            bed.route(&Route {
                 tokens, experts, top_k, scoring, norm_topk, scale, groups, logits, bias, probs,
                 lse, ids, weights, counts, prob_sums, losses,
             });
             let dweights = bed.input(tokens * top_k);
             let dlogits = bed.output(tokens * experts);
-            bed.device.route_backward(&RouteBackward {
+            bed.route_backward(&RouteBackward {
                 tokens, experts, top_k, scoring, norm_topk, scale, aux_coef: 0.1, z_coef: 0.01,
                 logits, probs, lse, ids, counts, dweights, dlogits,
             });
@@ -149,17 +150,17 @@ fn moving_rows() {
         let offsets = bed.output_of(DType::U32, experts + 1);
         let rows = bed.output_of(DType::U32, slots);
         let pos = bed.output_of(DType::U32, slots);
-        bed.device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+        bed.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
         let (x, weights) = (bed.input(tokens * dim), bed.input(slots));
         let (y, back) = (bed.output(slots * dim), bed.output(slots * dim));
-        bed.device.gather_rows(&GatherRows { rows: slots, dim, x, index: rows, y });
-        bed.device.scatter_rows(&ScatterRows { rows: slots, dim, x: y, index: pos, y: back });
+        bed.gather_rows(&GatherRows { rows: slots, dim, x, index: rows, y });
+        bed.scatter_rows(&ScatterRows { rows: slots, dim, x: y, index: pos, y: back });
         let (out, residual) = (bed.output(tokens * dim), Some(bed.input(tokens * dim)));
-        bed.device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
+        bed.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
         let (sum, more) = (bed.output(tokens * dim), bed.input(tokens * dim));
         let op = ScatterSum { tokens, top_k, dim, accumulate: false, x: y, pos, out: sum };
-        bed.device.scatter_sum(&op);
-        bed.device.scatter_sum(&ScatterSum { accumulate: true, out: more, ..op });
+        bed.scatter_sum(&op);
+        bed.scatter_sum(&ScatterSum { accumulate: true, out: more, ..op });
         vec![counts, offsets, rows, pos, y, back, out, sum, more]
     });
 }
@@ -186,27 +187,27 @@ fn experts_case(bed: &mut Bed, gated: bool, activation: Activation) -> Vec<Buffe
     let w_down: Vec<Buffer> = (0..3).map(|_| bed.input(hidden * dim)).collect();
     let (h, a, y) = (bed.output(rows * width), bed.output(rows * hidden), bed.output(rows * dim));
     let (w_gate, w_up, w_down) = (&w_gate[..], &w_up[..], &w_down[..]);
-    bed.device.experts_up(&ExpertsUp {
+    bed.experts_up(&ExpertsUp {
         dim, hidden, activation, gated, x, row_index, offsets, w_gate, w_up, h, a,
     });
-    bed.device.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down, y });
+    bed.experts_down(&ExpertsDown { dim, hidden, a, offsets, w_down, y });
     let (ds, dh) = (bed.output(rows), bed.output(rows * width));
     let (a_scaled, dx) = (bed.output(rows * hidden), bed.output(rows * dim));
-    bed.device.experts_down_backward(&ExpertsDownBackward {
+    bed.experts_down_backward(&ExpertsDownBackward {
         dim, hidden, activation, gated, dy, row_index, offsets, w_down, h, a, s, ds, dh,
         a_scaled,
     });
     let mut gradients = || -> Vec<Buffer> { (0..6).map(|_| bed.output(hidden * dim)).collect() };
     let (dw_down, dw_up) = (&gradients()[..], &gradients()[..]);
     let dw_gate = if gated { &gradients()[..] } else { &[] };
-    bed.device.experts_dgrad(&ExpertsDgrad {
+    bed.experts_dgrad(&ExpertsDgrad {
         dim, hidden, gated, dh, offsets, w_gate, w_up, dx,
     });
     let offsets = bed.words(&[0, 300, 310, 310, 333, 400, 450]);
-    bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+    bed.experts_down_wgrad(&ExpertsDownWgrad {
         dim, hidden, dy, row_index, offsets, a_scaled, dw_down,
     });
-    bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+    bed.experts_up_wgrad(&ExpertsUpWgrad {
         dim, hidden, gated, x, row_index, offsets, dh, dw_gate, dw_up,
     });
     [&[h, a, y, ds, dh, a_scaled, dx], dw_down, dw_gate, dw_up].concat()
@@ -223,34 +224,8 @@ fn loss() {
         let loss = bed.output_of(DType::F64, tokens);
         let op =
             CrossEntropy { tokens, vocab, scale: 0.01, gradient: true, logits, targets, loss };
-        bed.device.cross_entropy(&op);
+        bed.cross_entropy(&op);
         vec![logits, loss]
-    });
-}
-
-#[test]
-fn optimizer() {
-    let n = 3 * 4096 * 4 + 77;
-    check_exact("optimizer", 1e-6, |bed| {
-        let (w, m, g) = (bed.input(n), bed.input(n), bed.input(n));
-        let v: Vec<f64> = common::uniform(8, n).iter().map(|x| x.abs()).collect();
-        let v = bed.floats(&v);
-        let out = bed.output_of(DType::F64, n.div_ceil(SQUARE_SUM_BLOCK));
-        bed.device.block_square_sums(&BlockSquareSums { g, out });
-        bed.device.adamw(&AdamW {
-            lr: 1e-2,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            step: 3,
-            grad_scale: 0.7,
-            w,
-            m,
-            v,
-            g,
-        });
-        vec![out, w, m, v]
     });
 }
 

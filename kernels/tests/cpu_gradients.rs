@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Bed, below, check_gradients, uniform};
+use moejob_kernels::parts::*;
 use moejob_kernels::*;
 
 #[test]
@@ -128,7 +129,7 @@ fn route() {
                 tokens, experts, top_k, scoring, norm_topk, scale, groups: None, logits,
                 bias: None, probs, lse, ids, weights, counts, prob_sums, losses,
             };
-            bed.device.route(&op);
+            bed.route(&op);
             op
         };
         let inputs = [uniform(1, tokens * experts).iter().map(|x| x * 3.0).collect()];
@@ -147,7 +148,7 @@ fn route() {
                 let (aux_coef, z_coef) = (coefs[0], coefs[1]);
                 let dweights = bed.floats(dweights);
                 let dlogits = bed.output(tokens * experts);
-                bed.device.route_backward(&RouteBackward {
+                bed.route_backward(&RouteBackward {
                     tokens, experts, top_k, scoring, norm_topk, scale, aux_coef, z_coef, logits,
                     probs, lse, ids, counts, dweights, dlogits,
                 });
@@ -199,22 +200,22 @@ fn experts_case(gated: bool, activation: Activation) {
         let counts = bed.output_of(DType::U32, experts);
         let offsets = bed.output_of(DType::U32, experts + 1);
         let (rows, pos) = (bed.output_of(DType::U32, slots), bed.output_of(DType::U32, slots));
-        bed.device.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
+        bed.place(&Place { tokens, top_k, experts, ids, counts, offsets, rows, pos });
         let (x, weights) = (bed.floats(&inputs[0]), bed.floats(&inputs[1]));
         let w: Vec<Buffer> = inputs[2..].iter().map(|w| bed.floats(w)).collect();
         let (up, rest) = w.split_at(experts);
         let (down, gate) = rest.split_at(experts);
         let [h, a, y] = [width, hidden, dim].map(|columns| bed.output(slots * columns));
-        bed.device.experts_up(&ExpertsUp {
+        bed.experts_up(&ExpertsUp {
             dim, hidden, activation, gated, x, row_index: rows, offsets, w_gate: gate,
             w_up: up, h, a,
         });
-        bed.device.experts_down(&ExpertsDown {
+        bed.experts_down(&ExpertsDown {
             dim, hidden, a, offsets, w_down: down, y,
         });
         let out = bed.output(tokens * dim);
         let residual = Some(x);
-        bed.device.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
+        bed.combine(&Combine { tokens, top_k, dim, y, pos, weights, residual, out });
         let (up, down, gate) = (up.to_vec(), down.to_vec(), gate.to_vec());
         Layer { pos, rows, offsets, up, down, gate, x, weights, h, a, out }
     };
@@ -224,12 +225,12 @@ fn experts_case(gated: bool, activation: Activation) {
         let (pos, row_index, offsets) = (layer.pos, layer.rows, layer.offsets);
         let dy = bed.floats(dy);
         let s = bed.output(slots);
-        bed.device.scatter_rows(&ScatterRows {
+        bed.scatter_rows(&ScatterRows {
             rows: slots, dim: 1, x: layer.weights, index: pos, y: s,
         });
         let (ds, dh) = (bed.output(slots), bed.output(slots * width));
         let a_scaled = bed.output(slots * hidden);
-        bed.device.experts_down_backward(&ExpertsDownBackward {
+        bed.experts_down_backward(&ExpertsDownBackward {
             dim, hidden, activation, gated, dy, row_index, offsets,
             w_down: &layer.down, h: layer.h, a: layer.a, s, ds, dh, a_scaled,
         });
@@ -238,26 +239,26 @@ fn experts_case(gated: bool, activation: Activation) {
         };
         let (dw_down, dw_up) = (outputs(bed, experts), outputs(bed, experts));
         let dw_gate = outputs(bed, gates);
-        bed.device.experts_down_wgrad(&ExpertsDownWgrad {
+        bed.experts_down_wgrad(&ExpertsDownWgrad {
             dim, hidden, dy, row_index, offsets, a_scaled, dw_down: &dw_down,
         });
         let dx_rows = bed.output(slots * dim);
-        bed.device.experts_dgrad(&ExpertsDgrad {
+        bed.experts_dgrad(&ExpertsDgrad {
             dim, hidden, gated, dh, offsets, w_gate: &layer.gate, w_up: &layer.up,
             dx: dx_rows,
         });
-        bed.device.experts_up_wgrad(&ExpertsUpWgrad {
+        bed.experts_up_wgrad(&ExpertsUpWgrad {
             dim, hidden, gated, x: layer.x, row_index, offsets, dh, dw_gate: &dw_gate,
             dw_up: &dw_up,
         });
         // The residual brings dy itself.
         let dx = bed.output(tokens * dim);
         bed.device.copy(dy, dx);
-        bed.device.scatter_sum(&ScatterSum {
+        bed.scatter_sum(&ScatterSum {
             tokens, top_k, dim, accumulate: true, x: dx_rows, pos, out: dx,
         });
         let dweights = bed.output(slots);
-        bed.device.gather_rows(&GatherRows { rows: slots, dim: 1, x: ds, index: pos, y: dweights });
+        bed.gather_rows(&GatherRows { rows: slots, dim: 1, x: ds, index: pos, y: dweights });
         [&[dx, dweights], &dw_up[..], &dw_down[..], &dw_gate[..]]
             .concat()
             .into_iter()
@@ -282,7 +283,7 @@ fn cross_entropy() {
         targets[2] = IGNORE;
         let targets = bed.words(&targets);
         let loss = bed.output(tokens);
-        bed.device.cross_entropy(&CrossEntropy {
+        bed.cross_entropy(&CrossEntropy {
             tokens, vocab, scale, gradient: true, logits, targets, loss,
         });
         (bed.get(loss), bed.get(logits))

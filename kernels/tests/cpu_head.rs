@@ -1,7 +1,8 @@
 //! The head with its loss on a CPU: the bits of the ops that it is made of.
 
+use moejob_kernels::parts::CrossEntropy;
 use moejob_kernels::{
-    ArenaPlan, Buffer, CrossEntropy, DType, Device, HeadDesc, HeadGradient, HeadLoss, IGNORE,
+    ArenaPlan, Buffer, DType, Device, HeadDesc, HeadGradient, HeadLoss, IGNORE,
     Layout, Matmul, head_numbers, philox,
 };
 
@@ -87,7 +88,7 @@ fn check(threads: usize, case: &Case) {
     };
     let all = [x, table, logits];
     device.matmul(&product(Layout::Nt, [tokens, vocab, dim], false, all));
-    device.cross_entropy(&CrossEntropy {
+    let part = CrossEntropy {
         tokens,
         vocab,
         scale: factor,
@@ -95,7 +96,12 @@ fn check(threads: usize, case: &Case) {
         logits,
         targets,
         loss: losses,
-    });
+    };
+    let cpu = device.as_cpu_mut().expect("a processor");
+    match case.desc.element {
+        DType::F64 => cpu.cross_entropy::<f64>(&part),
+        _ => cpu.cross_entropy::<f32>(&part),
+    }
     let all = [logits, table, dx_whole];
     device.matmul(&product(Layout::Nn, [tokens, dim, vocab], false, all));
     let all = [logits, x, dtable_whole];

@@ -4,8 +4,9 @@ mod cuda_common;
 
 use cuda_common::{error, normal, wide};
 use half::{bf16, f16};
-use moejob_kernels::cuda::{AttentionDesc, Refusal};
-use moejob_kernels::{ArenaPlan, Attention, AttentionBackward, Buffer, DType, Device, philox};
+use moejob_kernels::{
+    ArenaPlan, Attention, AttentionBackward, AttentionDesc, Buffer, DType, Device, Refusal, philox,
+};
 
 const ARENA_BYTES: usize = 1 << 30;
 /// Elements behind each output, which no kernel may touch.

@@ -1,9 +1,9 @@
 //! Rows of the experts that one rank of several computes, against their definition: on a CPU
 //! always, on a GPU where there is one.
 
-use moejob_kernels::cuda::{Gpu, Saved};
+use moejob_kernels::cuda::Gpu;
 use moejob_kernels::philox::philox4x32_10;
-use moejob_kernels::{ArenaPlan, DType, Device, MoePlace, NO_EXPERT, Sources};
+use moejob_kernels::{ArenaPlan, DType, Device, MoePlace, NO_EXPERT, Saved, Sources};
 
 struct Case {
     experts: usize,

@@ -7,12 +7,11 @@ use std::sync::{Mutex, MutexGuard};
 use cuda_common::bed::{Bed, Spread, desc};
 use cuda_common::{Expected, Inputs, choices, error, reference, wide};
 use half::{bf16, f16};
-use moejob_kernels::cuda::{
-    Arena, Compiler, Gpu, Gradients, MoeActivation, MoeDesc, MoeLayer, Output, Refusal, Saved,
+use moejob_kernels::cuda::{Arena, Compiler, Gpu, default_cache_dir};
+use moejob_kernels::{
+    Buffer, DType, Gradients, MoeActivation, MoeDesc, MoeLayer, Output, Refusal, RouteGroups, Saved,
     Stacked,
-    default_cache_dir,
 };
-use moejob_kernels::{Buffer, DType, RouteGroups};
 use moejob_protocol::kernel_sizes::{Size, SizeRefusal};
 
 /// Tests take turns: they share one device and its memory.

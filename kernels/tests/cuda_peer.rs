@@ -5,7 +5,7 @@ mod peer_common;
 
 use std::time::{Duration, Instant};
 
-use moejob_kernels::cuda::{Awaited, MoveRows};
+use moejob_kernels::peer::{Awaited, MoveRows};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 

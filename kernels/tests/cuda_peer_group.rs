@@ -6,10 +6,8 @@ mod peer_common;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
-use moejob_kernels::cuda::{Awaited, CountRows, GatherRows, Need, ScatterRows, rooms_of_group};
-use moejob_kernels::{
-    ArenaPlan, Buffer, DType, NO_EXPERT, WireFormat, fp8_pack, fp8_unpack,
-};
+use moejob_kernels::peer::{Awaited, CountRows, GatherRows, Need, ScatterRows, rooms_of_group};
+use moejob_kernels::{ArenaPlan, Buffer, DType, NO_EXPERT, WireFormat, fp8_pack, fp8_unpack};
 use peer_common::{LONG, ROOMS, Random, Rank, alone, node};
 
 /// A layer whose experts are shared out over `positions` of each of `nodes`, seen on one of them.

@@ -14,13 +14,16 @@ const KEPT: &str = "cuEventElapsedTime";
 
 /// All that this crate calls, read from its sources.
 fn called_by_sources(cudarc: &Cudarc) -> BTreeSet<String> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda");
-    let mut text = String::new();
-    for entry in std::fs::read_dir(folder).expect("our sources") {
-        let path = entry.expect("a source").path();
-        let is_rust = path.extension().is_some_and(|kind| kind == "rs");
-        // The lists themselves call nothing, but for the versions.
-        if is_rust && !path.ends_with("libraries.rs") {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let (mut left, mut text) = (vec![source.join("cuda"), source.join("ops")], String::new());
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            let entries = std::fs::read_dir(path).expect("our sources");
+            left.extend(entries.map(|entry| entry.expect("a source").path()));
+        } else if path.extension().is_some_and(|kind| kind == "rs")
+            // The lists themselves call nothing, but for the versions.
+            && !path.ends_with("libraries.rs")
+        {
             text += &std::fs::read_to_string(path).expect("a source");
         }
     }

@@ -7,6 +7,7 @@ mod gate_common;
 use common::Bed;
 use gate_common::{Case, Found, Random, descending, found, gate, kept, same, scores, with_room};
 use moejob_kernels::balance::row;
+use moejob_kernels::parts::Route;
 use moejob_kernels::philox::{Draw, Site};
 use moejob_kernels::*;
 
@@ -73,7 +74,7 @@ fn it_is_the_fast_path_where_both_apply() {
             prob_sums: bed.output_of(DType::F64, e),
             losses: bed.output_of(DType::F64, 2),
         };
-        bed.device.route(&route);
+        bed.route(&route);
         assert_eq!(gated.ids, bed.values::<u32>(route.ids), "case {n}: {case:?}");
         assert_eq!(gated.counts, bed.values::<u32>(route.counts), "case {n}");
         assert_eq!(bed.get(op.probs), bed.get(route.probs), "case {n}");

@@ -6,12 +6,10 @@ mod cuda_common;
 use cuda_common::bed::desc;
 use cuda_common::{Inputs, error, reference};
 use half::{bf16, f16};
-use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Stacked, Weights,
-};
+use moejob_kernels::parts::Route;
 use moejob_kernels::{
-    ArenaPlan, Buffer, DType, Device, MoeBackward, MoeForward, MoeHidden, Route, RouteGroups,
-    Scoring,
+    ArenaPlan, Buffer, DType, Device, Gradients, MoeActivation, MoeBackward, MoeDesc, MoeForward,
+    MoeHidden, MoeTensors, Output, RouteGroups, Scoring, Stacked, Weights,
 };
 
 /// Memory of the device under test; shapes here are small.
@@ -276,7 +274,7 @@ fn chosen_by_a_processor(desc: &MoeDesc, logits: &[f32], bias: Option<&[f32]>) -
     if let Some(bias) = bias {
         device.write(biases, bias);
     }
-    device.route(&Route {
+    device.as_cpu_mut().expect("a processor").route::<f32>(&Route {
         tokens,
         experts,
         top_k,

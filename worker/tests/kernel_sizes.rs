@@ -2,7 +2,7 @@
 //! whatever a person may write is refused by both or by neither.
 
 use moe_worker::engine::model::step_kernels;
-use moejob_kernels::cuda::Refusal;
+use moejob_kernels::Refusal;
 use moejob_manifest::Job;
 use moejob_manifest::devices::takes_expert_parallel;
 use moejob_manifest::problem::Problem;

@@ -6,10 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use moejob_kernels::cuda::{
-    Arena, Compiler, DenseShape, Event, Gpu, Measure, MoeDesc, Products, Stream,
-};
-use moejob_kernels::{ArenaPlan, DType, Layout};
+use moejob_kernels::cuda::{Arena, Compiler, DenseShape, Event, Gpu, Measure, Products, Stream};
+use moejob_kernels::{ArenaPlan, DType, Layout, MoeDesc};
 
 use super::Failure;
 

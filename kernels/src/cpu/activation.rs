@@ -1,17 +1,17 @@
 //! See [`crate::Activation`]: each as a type, so that the loops around it are compiled for it.
 
-use super::Float;
+use crate::cpu::float::Float;
 
-pub(super) trait Gate {
+pub(crate) trait Gate {
     fn value<T: Float>(x: T) -> T;
 
     /// The value and its derivative.
     fn with_slope<T: Float>(x: T) -> (T, T);
 }
 
-pub(super) struct Silu;
-pub(super) struct Relu;
-pub(super) struct Gelu;
+pub(crate) struct Silu;
+pub(crate) struct Relu;
+pub(crate) struct Gelu;
 
 impl Gate for Silu {
     #[inline(always)]

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::buffer::{ArenaPlan, Buffer, Element};
-use crate::device::KernelError;
+use crate::error::KernelError;
 
 /// Address space reserved at once; the system commits a page when it is first touched, as zeros.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! Sums over a row: lane l adds elements l, l + 16, ... and a fixed tree adds the lanes.
 
-use super::float::Float;
+use crate::cpu::float::Float;
 
 pub(crate) const LANES: usize = 16;
 

@@ -1,11 +1,10 @@
-//! The CPU device: the reference of every op, and the embedded default that trains.
+//! The CPU machine: memory, threads, numbers and products. It knows no op.
 //!
 //! ```text
 //! arena.rs   memory, views that cannot alias
-//! exec.rs    instruction set; pool.rs   threads
+//! isa.rs     instruction sets; exec.rs, pool.rs   threads
 //! float.rs   f32 and f64, elementary functions      lanes.rs  sums over rows
 //! gemm/      products, of which all the rest is made
-//! the rest   one file a group of ops, in the order of a step
 //! ```
 //! Results are bit-identical on every x86-64 machine, for any number of threads and any batching
 //! of rows: a product is one chain of fused multiply-adds per element and chunk of k, a sum over a
@@ -13,72 +12,46 @@
 //! ever divide outputs.
 
 pub(crate) mod arena;
-mod activation;
-mod attention;
-mod bucket;
-mod cached_attention;
-mod convert;
-mod elementwise;
-mod embed;
-mod exec;
-mod experts;
-mod float;
-mod gate;
-mod gate_input;
-mod gemm;
-pub(crate) mod head;
-mod lanes;
-mod loss;
-mod norm;
-mod norm_rope;
-mod numbers;
-mod optimizer;
-pub(crate) mod moe;
-mod moe_gradients;
-mod place;
-mod pool;
-mod rope;
-mod route;
-mod slices;
-mod wire;
-
-pub use exec::Isa;
-pub use float::Float;
-pub(crate) use float::{ln, sin_cos};
-pub(crate) use rope::frequencies;
-pub(crate) use gate::check as check_gate;
+pub(crate) mod activation;
+pub(crate) mod exec;
+pub(crate) mod float;
+pub(crate) mod gemm;
+pub(crate) mod isa;
+pub(crate) mod lanes;
+pub(crate) mod pool;
 
 use arena::{Arena, Views};
 use exec::Exec;
+use isa::Isa;
 
-use crate::buffer::{Buffer, Element};
-use crate::device::{KernelError, TrafficCounts};
-use crate::marks::{Marks, Phases};
+use crate::buffer::{Buffer, DType, Element};
+use crate::error::KernelError;
+use crate::kept::Kept;
+use crate::traffic::TrafficCounts;
 
 /// Rows that one job computes: enough to be worth handing over, few enough to spread.
-const ROWS_PER_JOB: usize = 32;
+pub(crate) const ROWS_PER_JOB: usize = 32;
 
 /// Elements that one job of an elementwise op computes.
-const ELEMENTS_PER_JOB: usize = 1 << 14;
+pub(crate) const ELEMENTS_PER_JOB: usize = 1 << 14;
 
 /// The memory and the threads of one rank on a CPU.
 #[derive(Debug)]
 pub struct CpuDevice {
-    arena: Arena,
-    exec: Exec,
-    rope: rope::Tables,
+    pub(crate) arena: Arena,
+    pub(crate) exec: Exec,
+    /// Tables that ops keep from call to call
+    pub(crate) kept: Kept,
     pub(crate) traffic: TrafficCounts,
-    pub(crate) marks: Option<Marks>,
-    pub(crate) phases: Phases,
 }
 
 impl CpuDevice {
     /// A device that computes with `isa`; an error if this machine lacks it.
     pub fn new(threads: usize, arena_bytes: usize, isa: Isa) -> Result<CpuDevice, KernelError> {
         let exec = Exec::new(threads, isa)?;
-        let (arena, rope) = (Arena::new(arena_bytes)?, rope::Tables::default());
-        let (traffic, phases) = (TrafficCounts::default(), Phases::default());
-        Ok(CpuDevice { arena, exec, rope, traffic, marks: None, phases })
+        let (arena, kept) = (Arena::new(arena_bytes)?, Kept::default());
+        let traffic = TrafficCounts::default();
+        Ok(CpuDevice { arena, exec, kept, traffic })
     }
 
     pub(crate) fn reserve(
@@ -116,7 +89,7 @@ impl CpuDevice {
         receives: &[Buffer],
     ) -> (Vec<&[u8]>, Vec<&mut [u8]>) {
         let mut views = self.arena.views();
-        let bytes = |buffer: &Buffer| buffer.reinterpret(crate::DType::U8);
+        let bytes = |buffer: &Buffer| buffer.reinterpret(DType::U8);
         let sends = sends.iter().map(|buffer| views.read(bytes(buffer))).collect();
         let receives = receives.iter().map(|buffer| views.write(bytes(buffer))).collect();
         (sends, receives)
@@ -124,17 +97,17 @@ impl CpuDevice {
 
     pub(crate) fn copy(&mut self, from: Buffer, to: Buffer) {
         let mut views = self.arena.views();
-        let from: &[u8] = views.read(from.reinterpret(crate::DType::U8));
-        let to: &mut [u8] = views.write(to.reinterpret(crate::DType::U8));
+        let from: &[u8] = views.read(from.reinterpret(DType::U8));
+        let to: &mut [u8] = views.write(to.reinterpret(DType::U8));
         to.copy_from_slice(from);
     }
 
     pub(crate) fn fill_zero(&mut self, buffer: Buffer) {
-        self.slice_mut::<u8>(buffer.reinterpret(crate::DType::U8)).fill(0);
+        self.slice_mut::<u8>(buffer.reinterpret(DType::U8)).fill(0);
     }
 
     /// Views of the arena for one op, and what computes it.
-    fn split(&mut self) -> (Views<'_>, &Exec) {
+    pub(crate) fn split(&mut self) -> (Views<'_>, &Exec) {
         (self.arena.views(), &self.exec)
     }
 }

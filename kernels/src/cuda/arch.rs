@@ -1,10 +1,9 @@
 //! Which kernels a GPU takes, by its compute capability.
 
 use crate::buffer::DType;
-
-use super::driver::Gpu;
-use super::error::CudaError;
-use super::libraries::Cuda;
+use crate::cuda::driver::Gpu;
+use crate::cuda::error::CudaError;
+use crate::cuda::libraries::Cuda;
 
 /// The instructions a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,7 +89,7 @@ impl Arch {
     }
 
     /// The first CUDA whose NVRTC compiles for it.
-    pub(super) fn least_nvrtc(self) -> Cuda {
+    pub(crate) fn least_nvrtc(self) -> Cuda {
         match self.target() {
             "sm_100" => Cuda(12, 8),
             _ => Cuda(12, 0),

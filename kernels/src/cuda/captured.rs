@@ -16,10 +16,10 @@ use std::sync::OnceLock;
 
 use cudarc::driver::{result as cu, sys};
 
-use super::device::CudaDevice;
-use super::driver::{Gpu, Stream};
-use super::error::{CudaError, Doing};
-use super::layer::LayerError;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::{CudaError, Doing};
+use crate::error::LayerError;
 
 /// A list of launches that starts as one.
 #[derive(Debug)]
@@ -121,15 +121,15 @@ impl Captured {
 
 /// The graphs of a device, and the one that is being recorded.
 #[derive(Debug, Default)]
-pub(super) struct Graphs {
+pub(crate) struct Graphs {
     graphs: Vec<Graph>,
     /// How often all of them were given up. One that no device has made is of the first, which a
     /// device leaves when it is given its arena.
     era: u64,
     /// Ops are recorded.
-    pub(super) open: bool,
+    pub(crate) open: bool,
     /// Why the capture that is open was spoiled.
-    pub(super) spoiled: OnceLock<LayerError>,
+    pub(crate) spoiled: OnceLock<LayerError>,
 }
 
 impl CudaDevice {
@@ -183,7 +183,7 @@ impl CudaDevice {
     }
 
     /// [`CudaDevice::attempt`] of what a graph cannot hold.
-    pub(super) fn attempt_outside(
+    pub(crate) fn attempt_outside(
         &self,
         what: &'static str,
         enqueue: impl FnOnce() -> Result<(), LayerError>,

@@ -12,11 +12,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::device::CudaDevice;
-use super::driver::{Gpu, Stream};
-use super::error::CudaError;
-use super::event::Event;
-use super::token_lane::TokenLane;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
+use crate::cuda::token_lane::TokenLane;
 
 /// How a lane shares the device with the ops.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct KeptFree {
 }
 
 #[derive(Debug)]
-pub(super) struct CommLane {
+pub(crate) struct CommLane {
     stream: Stream,
     /// Behind the ops that were enqueued before what is enqueued next in the lane.
     handed: Event,
@@ -132,7 +132,7 @@ impl CudaDevice {
     }
 
     /// What kernels leave free at this moment.
-    pub(super) fn kept_free(&self) -> KeptFree {
+    pub(crate) fn kept_free(&self) -> KeptFree {
         let lane = self.comm_lane.as_ref().filter(|lane| lane.is_awaited());
         let free = lane.map_or(KeptFree::default(), |lane| lane.free);
         let tokens = self.token_lane.as_ref().map_or(0, TokenLane::free);

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::nvrtc::{result as rtc, sys};
 
-use super::arch::Arch;
-use super::cubins::{Cubins, shipped_dir};
-use super::driver::{Function, Gpu, LoadedModule};
-use super::error::CudaError;
-use super::libraries::{Cuda, DRIVER, NVRTC};
+use crate::buffer::DType;
+use crate::cuda::arch::Arch;
+use crate::cuda::cubins::{Cubins, shipped_dir};
+use crate::cuda::driver::{Function, Gpu, LoadedModule};
+use crate::cuda::error::CudaError;
+use crate::cuda::libraries::{Cuda, DRIVER, NVRTC};
 use crate::threads::{self, Work};
 
 /// A compilation unit: its macros are part of its text.
@@ -37,6 +38,19 @@ impl Source {
         text.push_str(include_str!("common.cu"));
         text.extend(parts.iter().copied());
         Source { label, text, arch }
+    }
+}
+
+/// FP32 of common.cu.
+pub(crate) const FP32: usize = 2;
+
+/// ELEMENT of common.cu.
+pub(crate) fn element_macro(element: DType) -> usize {
+    match element {
+        DType::Bf16 => 0,
+        DType::F16 => 1,
+        DType::F32 => FP32,
+        other => panic!("kernels compute in Bf16, F16 or F32, not {other:?}"),
     }
 }
 
@@ -123,7 +137,7 @@ impl Compiler {
 
 /// What `work` makes of each source, in their order; `progress(done, of)` after each, from several
 /// threads.
-fn in_turn<T: Send>(
+pub(crate) fn in_turn<T: Send>(
     sources: &[Source],
     progress: &(dyn Fn(usize, usize) + Sync),
     work: impl Fn(&Source) -> T + Sync,
@@ -172,13 +186,13 @@ pub fn compile_into(
     Ok((nvrtc.0, nvrtc.1))
 }
 
-pub(super) const OPTIONS: [&str; 1] = ["--std=c++17"];
+pub(crate) const OPTIONS: [&str; 1] = ["--std=c++17"];
 
 /// NVRTC's version.
 ///
 /// # Errors
 /// It is missing or lacks functions, or the driver or the GPU ask for another one.
-pub(super) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> {
+pub(crate) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> {
     let (version, least) = (NVRTC.suits()?, arch.least_nvrtc());
     if version >= least {
         return Ok(version);
@@ -187,7 +201,7 @@ pub(super) fn compiles_for(arch: Arch, device: &str) -> Result<Cuda, CudaError> 
     Err(CudaError::Compiler { library, device, least })
 }
 
-fn compile(source: &Source) -> Result<Vec<u8>, CudaError> {
+pub(crate) fn compile(source: &Source) -> Result<Vec<u8>, CudaError> {
     let failure = |code: String, log: String| CudaError::Compile {
         kernel: source.label.clone(),
         arch: source.arch.to_owned(),
@@ -228,148 +242,5 @@ unsafe fn cubin_of(program: sys::nvrtcProgram) -> Result<Vec<u8>, String> {
             .result()
             .map_err(|e| format!("{e:?}"))?;
         Ok(cubin)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use super::super::attention_shape::AttentionDesc;
-    use super::super::gemm::{GemmConfig, Output};
-    use super::super::layer::MoeLayer;
-    use super::super::shape::{MoeActivation, MoeDesc};
-    use super::*;
-    use crate::buffer::DType;
-
-    /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
-    /// that a machine without a device fills the cache of one that has it.
-    fn check_that_all_compile(test: &str, sources: HashSet<Source>) {
-        if let Err(error) = NVRTC.require() {
-            return eprintln!("skipped: {test}: {error}");
-        }
-        let folder = std::env::var_os("MOEJOB_CUBIN_CACHE").map(PathBuf::from);
-        let sources: Vec<Source> = sources.into_iter().collect();
-        let Some(folder) = folder else {
-            let cubins = in_turn(&sources, &|_, _| (), compile);
-            for (source, cubin) in sources.iter().zip(cubins) {
-                let cubin = cubin.unwrap_or_else(|error| panic!("{error}"));
-                assert!(!cubin.is_empty(), "{}", source.label);
-            }
-            return;
-        };
-        compile_into(&folder, &sources, &|_, _| ()).unwrap_or_else(|error| panic!("{error}"));
-    }
-
-    /// Every kernel of attention: heads for each path, masked and not, both backwards.
-    #[test]
-    fn the_kernels_of_attention_compile() {
-        let mut sources = HashSet::new();
-        let halves = [DType::Bf16, DType::F16];
-        for (arch, elements, head_dims) in ATTENTIONS {
-            for element in elements.unwrap_or(&halves) {
-                for head_dim in head_dims {
-                    for bits in 0..4 {
-                        let desc = AttentionDesc {
-                            element: *element,
-                            batch: 2,
-                            seq: 512,
-                            heads: 8,
-                            kv_heads: if bits & 1 == 0 { 8 } else { 2 },
-                            head_dim: *head_dim,
-                            scale: 0.1,
-                            documents: bits & 2 != 0,
-                            window: None,
-                            deterministic: false,
-                        };
-                        sources.extend(desc.sources(arch));
-                        let desc = AttentionDesc { deterministic: true, ..desc };
-                        sources.extend(desc.sources(arch));
-                    }
-                }
-            }
-        }
-        check_that_all_compile("the_kernels_of_attention_compile", sources);
-    }
-
-    /// Elements (none: both of 16 bits) and head dims.
-    const ATTENTIONS: [(Arch, Option<&[DType]>, &[usize]); 3] = [
-        (Arch::Hopper, None, &[64, 96, 128]),
-        (Arch::Ampere("sm_80"), None, &[72, 128, 256]),
-        (Arch::Plain("sm_80"), Some(&[DType::F32]), &[40, 256]),
-    ];
-
-    /// Every kernel of a layer, for both paths and all elements.
-    #[test]
-    fn the_kernels_of_layers_compile() {
-        let mut sources = HashSet::new();
-        for (arch, elements) in [
-            (Arch::Hopper, [DType::Bf16, DType::F16].as_slice()),
-            (Arch::Ampere("sm_80"), &[DType::Bf16, DType::F16]),
-            (Arch::Plain("sm_80"), &[DType::F32]),
-        ] {
-            for (element, gated) in elements.iter().flat_map(|e| [(*e, true), (*e, false)]) {
-                let desc = MoeDesc { element, gated, ..layer_desc() };
-                let configs = MoeLayer::configs(arch, &desc);
-                sources.extend(configs.iter().map(GemmConfig::source));
-                sources.insert(desc.route().source(arch.target()));
-                sources.insert(desc.route().rows_source(arch.target()));
-                // Experts that choose leave a slot for each of them.
-                let all = MoeDesc { top_k: 40, ..desc };
-                sources.insert(all.route().rows_source(arch.target()));
-                sources.insert(super::super::here::source(all.top_k, arch.target()));
-            }
-        }
-        check_that_all_compile("the_kernels_of_layers_compile", sources);
-    }
-
-    /// The same of the ops of a step.
-    #[test]
-    fn the_kernels_of_a_step_compile() {
-        let units = super::super::step_ops::tests::units();
-        let of = |arch| units.iter().map(move |unit| unit.source(arch));
-        let sources = of("sm_90a").chain(of("sm_80")).collect();
-        check_that_all_compile("the_kernels_of_a_step_compile", sources);
-    }
-
-    /// And of heads and gates.
-    #[test]
-    fn the_kernels_of_heads_and_gates_compile() {
-        let arches = [Arch::Hopper, Arch::Ampere("sm_80")];
-        let heads = arches.into_iter().flat_map(super::super::head::tests::sources);
-        let gates = |arch: Arch| super::super::gate::tests::sources(arch.target());
-        let sources = heads.chain(arches.into_iter().flat_map(gates)).collect();
-        check_that_all_compile("the_kernels_of_heads_and_gates_compile", sources);
-    }
-
-    /// And of links between GPUs.
-    #[test]
-    fn the_kernels_of_links_compile() {
-        let source = |arch: Arch| super::super::peer::source(arch.target());
-        let sources = [Arch::Hopper, Arch::Ampere("sm_80")].into_iter().map(source).collect();
-        check_that_all_compile("the_kernels_of_links_compile", sources);
-    }
-
-    fn layer_desc() -> MoeDesc {
-        MoeDesc {
-            element: DType::Bf16,
-            tokens: 4096,
-            dim: 2048,
-            hidden: 768,
-            experts: 128,
-            top_k: 8,
-            part: false,
-            activation: MoeActivation::Silu,
-            gated: true,
-            sigmoid: false,
-            norm_topk: true,
-            scale: 1.0,
-            groups: None,
-            segments: 1,
-            sources: 1,
-            aux_coef: 0.01,
-            z_coef: 0.001,
-            weight_gradients: Output::Element,
-        }
     }
 }

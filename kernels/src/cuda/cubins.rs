@@ -15,9 +15,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::compile::{OPTIONS, Source};
-use super::error::CudaError;
-use super::libraries::Cuda;
+use crate::cuda::compile::{OPTIONS, Source};
+use crate::cuda::error::CudaError;
+use crate::cuda::libraries::Cuda;
 
 /// `$MOEJOB_CUBIN_CACHE`, else `moejob/cubins` in the user's cache folder; none without a home.
 pub fn default_cache_dir() -> Option<PathBuf> {
@@ -40,7 +40,7 @@ fn named(variable: &str) -> Option<PathBuf> {
 
 /// Where cubins lie that one compiler may take.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Cubins {
+pub(crate) struct Cubins {
     nvrtc: Cuda,
     cache: Option<PathBuf>,
     /// Where they were shipped, and the NVRTC of each folder there, best first.
@@ -49,7 +49,7 @@ pub(super) struct Cubins {
 
 /// A cubin that was found.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Found {
+pub(crate) struct Found {
     pub cubin: Vec<u8>,
     /// The driver may refuse it where it takes what is compiled here.
     pub shipped: bool,
@@ -109,7 +109,7 @@ fn versions(folder: &Path) -> Vec<Cuda> {
 }
 
 /// Kernels of `folder`: how many of each NVRTC.
-pub(super) fn counted(folder: &Path) -> Vec<(Cuda, usize)> {
+pub(crate) fn counted(folder: &Path) -> Vec<(Cuda, usize)> {
     let mut versions = versions(folder);
     versions.sort_unstable();
     let count = |version: Cuda| {
@@ -122,7 +122,7 @@ pub(super) fn counted(folder: &Path) -> Vec<(Cuda, usize)> {
 
 /// One file: magic, length and hash of the rest, the whole key, the cubin. The key is compared in
 /// full, so neither a collision of names nor damage can hand out a wrong kernel.
-pub(super) struct Entry {
+pub(crate) struct Entry {
     path: PathBuf,
     key: Vec<u8>,
 }

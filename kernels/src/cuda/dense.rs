@@ -2,20 +2,20 @@
 //!
 //! What is computed for a shape is decided once, by the first answer of cuBLASLt's heuristic and
 //! never by a timing, so that the same shape gives the same bits in every run; see
-//! [`super::DenseRecord`]. Only sums that have one order are asked for: parts of a reduction may be
-//! kept apart in the workspace, but not added to the output by whoever comes first.
+//! [`DenseRecord`]. Only sums that have one order are asked for: parts of a reduction may be kept
+//! apart in the workspace, but not added to the output by whoever comes first.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
 
 use cudarc::cublaslt::{result as lt, sys};
 
-use super::dense_record::{self, DenseRecord};
-use super::driver::{Arena, Gpu, Stream};
-use super::error::CudaError;
-use super::libraries::CUBLASLT;
 use crate::buffer::{ArenaPlan, Buffer, DType};
-use crate::matmul::Layout;
+use crate::cuda::dense_record::{self, DenseRecord};
+use crate::cuda::driver::{Arena, Gpu, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::libraries::CUBLASLT;
+use crate::types::Layout;
 
 /// `batch` products C [m, n] = A B (or C += A B), row-major; `layout` as in [`crate::Matmul`].
 /// Sums in fp32.
@@ -84,9 +84,9 @@ impl DenseShape {
 
 /// A shape and what its operands' addresses are multiples of, which decides what may read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Key {
-    pub(super) shape: DenseShape,
-    pub(super) alignment: u32,
+pub(crate) struct Key {
+    pub(crate) shape: DenseShape,
+    pub(crate) alignment: u32,
 }
 
 /// Alignments above this one change nothing.

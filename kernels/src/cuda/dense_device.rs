@@ -1,12 +1,11 @@
-//! [`crate::Matmul`] on a GPU.
+//! The dense products of a device.
 
-use super::dense::{DenseShape, Products};
-use super::dense_record::{DenseChoices, DenseRecord, OtherDevice};
-use super::device::CudaDevice;
-use super::driver::{Arena, Stream};
-use super::error::CudaError;
-use super::layer::LayerError;
-use crate::matmul::Matmul;
+use crate::cuda::dense::Products;
+use crate::cuda::dense_record::{DenseChoices, DenseRecord, OtherDevice};
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Arena, Stream};
+use crate::cuda::error::CudaError;
+use crate::error::LayerError;
 
 /// Why algorithms are chosen anew.
 #[derive(Debug, thiserror::Error)]
@@ -20,11 +19,11 @@ pub enum NotTaken {
 /// The products of a device, made when the first is asked for: a job without them needs no
 /// cuBLASLt.
 #[derive(Debug, Default)]
-pub(super) struct DenseState {
+pub(crate) struct DenseState {
     products: Option<Products>,
     /// Records that came before the products were made
     fixed: Vec<DenseRecord>,
-    pub(super) tf32: bool,
+    pub(crate) tf32: bool,
 }
 
 impl CudaDevice {
@@ -86,7 +85,7 @@ impl CudaDevice {
     }
 
     /// `enqueue` with the products of this device.
-    pub(super) fn on_products(
+    pub(crate) fn on_products(
         &mut self,
         enqueue: impl FnOnce(&mut Products, &Stream, &Arena) -> Result<(), CudaError>,
     ) {
@@ -96,25 +95,5 @@ impl CudaDevice {
         let Some(mut products) = self.dense.products.take() else { return };
         self.attempt(|| Ok(enqueue(&mut products, &self.stream, &self.arena)?));
         self.dense.products = Some(products);
-    }
-
-    pub(crate) fn matmul(&mut self, op: &Matmul) {
-        self.product(op, self.dense.tf32);
-    }
-
-    pub(crate) fn exact_matmul(&mut self, op: &Matmul) {
-        self.product(op, false);
-    }
-
-    fn product(&mut self, op: &Matmul, tf32: bool) {
-        let shape = DenseShape {
-            output: op.c.dtype(),
-            accumulate: op.accumulate,
-            tf32,
-            ..DenseShape::new(op.layout, [op.m, op.n, op.k], op.a.dtype())
-        };
-        self.on_products(|products, stream, arena| {
-            products.product(stream, arena, shape, [op.a, op.b, op.c])
-        });
     }
 }

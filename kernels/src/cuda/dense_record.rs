@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::dense::Key;
+use crate::cuda::dense::Key;
 
 /// What can change a bit of a dense product: the shape, the library's version and its algorithm,
 /// as opaque words of cuBLASLt. Written and read as one line.
@@ -22,13 +22,13 @@ pub struct NoRecord {
     line: String,
 }
 
-pub(super) fn of(product: &str, version: usize, algorithm: [u64; 8]) -> DenseRecord {
+pub(crate) fn of(product: &str, version: usize, algorithm: [u64; 8]) -> DenseRecord {
     DenseRecord { product: product.to_owned(), version, algorithm }
 }
 
 /// `nt 1x4096x50304x2048 bf16 bf16 pitches 2048,2048,50304 aligned 256`, with `add` for C += and
 /// `tf32`.
-pub(super) fn key_text(key: &Key) -> String {
+pub(crate) fn key_text(key: &Key) -> String {
     let shape = &key.shape;
     let name = |value: &dyn fmt::Debug| format!("{value:?}").to_lowercase();
     let [a, b, c] = shape.pitches;

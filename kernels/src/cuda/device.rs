@@ -1,37 +1,28 @@
-//! A GPU as a [`crate::Device`]: one arena, one stream, the kernels of its layers.
+//! A GPU as a [`crate::Device`]: one arena, one stream, and a cache of kernels.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::attention::AttentionKernels;
-use super::attention_shape::AttentionDesc;
-use super::captured::Graphs;
-use super::comm_lane::CommLane;
-use super::compile::Compiler;
-use super::cubins::default_cache_dir;
-use super::dense_device::DenseState;
-use super::driver::{Arena, Gpu, Stream};
-use super::error::CudaError;
-use super::event::Event;
-use super::fault::Fault;
-use super::gate::GateKernels;
-use super::head::Head;
-use super::here::Here;
-use super::lane::{self, Lane};
-use super::layer::{LayerError, MoeLayer};
-use super::room::{self, Wanted};
-use super::shape::MoeDesc;
-use super::staging::{self, Post, Staging};
-use super::step_ops::StepOps;
-use super::token_lane::TokenLane;
-use super::transfer::{self, Transfer};
+use crate::buffer::{ArenaPlan, Buffer, DType, Element};
+use crate::cuda::captured::Graphs;
+use crate::cuda::comm_lane::CommLane;
+use crate::cuda::compile::Compiler;
+use crate::cuda::cubins::default_cache_dir;
+use crate::cuda::dense_device::DenseState;
+use crate::cuda::driver::{Arena, Gpu, Stream};
+use crate::cuda::enqueue::KernelCache;
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
+use crate::cuda::fault::Fault;
+use crate::cuda::lane::{self, Lane};
+use crate::cuda::room::{self, Wanted};
+use crate::cuda::staging::{self, Post, Staging};
+use crate::cuda::token_lane::TokenLane;
+use crate::cuda::transfer::{self, Transfer};
+use crate::error::LayerError;
 use crate::pages::Pages;
 use crate::stored::Stored;
-use crate::attention::{Attention, AttentionBackward};
-use crate::buffer::{ArenaPlan, Buffer, Element};
-use crate::device::TrafficCounts;
-use crate::marks::{Marks, Phases};
-use crate::moe::{MoeBackward, MoeForward, MoeHidden, MoePlan};
+use crate::traffic::TrafficCounts;
 
 /// Asked while the host waits for a device whose work may wait for other devices: nothing on a GPU
 /// notices that one of them is gone.
@@ -54,29 +45,22 @@ const MEMORY_AGAIN: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct CudaDevice {
     /// Dropped before all that they name.
-    pub(super) graphs: Graphs,
-    pub(super) compiler: Compiler,
-    pub(super) stream: Stream,
-    pub(super) arena: Arena,
-    pub(super) step_ops: Box<StepOps>,
-    layers: Vec<MoeLayer>,
-    pub(super) heres: Vec<Here>,
-    pub(super) dense: DenseState,
-    pub(super) heads: Vec<Head>,
-    pub(super) gates: Vec<GateKernels>,
-    attentions: Vec<AttentionKernels>,
+    pub(crate) graphs: Graphs,
+    pub(crate) compiler: Compiler,
+    pub(crate) stream: Stream,
+    pub(crate) arena: Arena,
+    pub(crate) cache: Box<KernelCache>,
+    pub(crate) dense: DenseState,
     failure: OnceLock<LayerError>,
     transfer: OnceLock<Transfer>,
     staging: Mutex<Staging>,
-    pub(super) lane: Option<Lane>,
+    pub(crate) lane: Option<Lane>,
     pub(crate) traffic: TrafficCounts,
-    pub(crate) marks: Option<Marks>,
     watch: Option<Arc<dyn Watch>>,
     /// The longest wait for the stream of all ops.
     wait_max: Duration,
-    pub(super) comm_lane: Option<CommLane>,
-    pub(super) token_lane: Option<TokenLane>,
-    pub(crate) phases: Phases,
+    pub(crate) comm_lane: Option<CommLane>,
+    pub(crate) token_lane: Option<TokenLane>,
 }
 
 impl CudaDevice {
@@ -106,24 +90,17 @@ impl CudaDevice {
             compiler,
             stream,
             arena,
-            step_ops: Box::default(),
-            layers: Vec::new(),
-            heres: Vec::new(),
+            cache: Box::default(),
             dense: DenseState::default(),
-            heads: Vec::new(),
-            gates: Vec::new(),
-            attentions: Vec::new(),
             failure: OnceLock::new(),
             transfer: OnceLock::new(),
             staging: Mutex::default(),
             lane: None,
             traffic: TrafficCounts::default(),
-            marks: None,
             watch: None,
             wait_max: Duration::MAX,
             comm_lane: None,
             token_lane: None,
-            phases: Phases::default(),
         };
         device.reserve(Wanted { arena: arena_bytes, ..Wanted::default() })?;
         Ok(device)
@@ -131,7 +108,7 @@ impl CudaDevice {
 
     /// An arena in place of the one that is there, all bits zero, also what of it lies on the host;
     /// what is planned beside it must have room, too.
-    pub(super) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
+    pub(crate) fn reserve(&mut self, wanted: Wanted) -> Result<(), CudaError> {
         self.gpu().make_current()?;
         self.stream.synchronize()?;
         self.forget_captured();
@@ -155,10 +132,10 @@ impl CudaDevice {
             }
         };
         let mut all = ArenaPlan::new();
-        let whole = all.alloc(crate::DType::U8, wanted.arena);
+        let whole = all.alloc(DType::U8, wanted.arena);
         self.arena.fill_bytes(&self.stream, whole, 0)?;
         if wanted.shared > 0 {
-            let shared = all.alloc_shared(crate::DType::U8, wanted.shared);
+            let shared = all.alloc_shared(DType::U8, wanted.shared);
             self.arena.fill_bytes(&self.stream, shared, 0)?;
         }
         self.stream.synchronize()
@@ -302,7 +279,7 @@ impl CudaDevice {
     /// Does nothing after a failure; keeps one. Threads that never saw this GPU enter it here.
     ///
     /// What fails while a graph is captured spoils the capture alone: nothing was to be done yet.
-    pub(super) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
+    pub(crate) fn attempt(&self, enqueue: impl FnOnce() -> Result<(), LayerError>) {
         let kept = if self.graphs.open { &self.graphs.spoiled } else { &self.failure };
         if kept.get().is_some() {
             return;
@@ -436,105 +413,5 @@ impl CudaDevice {
 
     pub(crate) fn fill_zero(&self, buffer: Buffer) {
         self.attempt(|| Ok(self.arena.fill_bytes(&self.stream, buffer, 0)?));
-    }
-
-    /// The layer of `desc`, its kernels compiled and loaded.
-    fn layer(&mut self, desc: &MoeDesc) -> Result<usize, LayerError> {
-        if let Some(at) = self.layers.iter().position(|layer| layer.desc() == desc) {
-            return Ok(at);
-        }
-        self.layers.push(MoeLayer::new(&self.compiler, *desc, &|_, _| ())?);
-        Ok(self.layers.len() - 1)
-    }
-
-    pub(crate) fn moe_plan(
-        &mut self,
-        desc: &MoeDesc,
-        plan: &mut ArenaPlan,
-    ) -> Result<MoePlan, LayerError> {
-        self.gpu().make_current()?;
-        let at = self.layer(desc)?;
-        let layer = &self.layers[at];
-        let saved = layer.plan_saved(plan);
-        Ok(MoePlan { saved, workspace_bytes: layer.workspace_bytes() })
-    }
-
-    /// `op` on the layer of `desc`, which may have to be made: kernels are made once.
-    pub(super) fn on_layer(
-        &mut self,
-        desc: &MoeDesc,
-        op: impl FnOnce(&MoeLayer, &Stream, &Arena) -> Result<(), CudaError>,
-    ) {
-        let at = match self.layer(desc) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let free = self.kept_free().products;
-        self.layers[at].leave_free(free);
-        self.attempt(|| Ok(op(&self.layers[at], &self.stream, &self.arena)?));
-    }
-
-    pub(crate) fn moe_forward(&mut self, op: &MoeForward) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.forward(stream, arena, &op.tensors, op.out)
-        });
-    }
-
-    pub(crate) fn moe_hidden(&mut self, op: &MoeHidden) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.hidden_again(stream, arena, &op.tensors)
-        });
-    }
-
-    pub(crate) fn moe_backward(&mut self, op: &MoeBackward) {
-        self.on_layer(&op.desc, |layer, stream, arena| {
-            layer.backward(stream, arena, &op.tensors, op.dout, op.dx, &op.gradients)
-        });
-    }
-
-    /// The kernels of `desc`, compiled and loaded.
-    fn attention_kernels(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
-        if let Some(at) = self.attentions.iter().position(|kernels| kernels.desc() == desc) {
-            return Ok(at);
-        }
-        self.gpu().make_current()?;
-        self.attentions.push(AttentionKernels::new(&self.compiler, *desc)?);
-        Ok(self.attentions.len() - 1)
-    }
-
-    pub(crate) fn attention_plan(&mut self, desc: &AttentionDesc) -> Result<usize, LayerError> {
-        let at = self.attention_kernels(desc)?;
-        Ok(self.attentions[at].workspace_bytes())
-    }
-
-    fn on_attention(
-        &mut self,
-        desc: &AttentionDesc,
-        op: impl FnOnce(&AttentionKernels, &Stream, &Arena) -> Result<(), CudaError>,
-    ) {
-        let at = match self.attention_kernels(desc) {
-            Ok(at) => at,
-            Err(error) => return self.attempt(|| Err(error)),
-        };
-        let free = self.kept_free().attention;
-        self.attentions[at].leave_free(free);
-        self.attempt(|| Ok(op(&self.attentions[at], &self.stream, &self.arena)?));
-    }
-
-    pub(crate) fn attention(&mut self, op: &Attention) {
-        self.on_attention(&AttentionDesc::of(op), |kernels, stream, arena| {
-            kernels.forward(stream, arena, op, &mut |_| Ok(()))
-        });
-    }
-
-    pub(crate) fn attention_backward(&mut self, op: &AttentionBackward) {
-        self.on_attention(&AttentionDesc::of(&op.forward), |kernels, stream, arena| {
-            kernels.backward(stream, arena, op, &mut |_| Ok(()))
-        });
-    }
-
-    /// An op of the rest of a transformer's step, which the GPU does not have yet.
-    pub(crate) fn lacks(&self, op: &str) -> ! {
-        panic!("{} has no op `{op}` yet; Device::cpu has it", self.gpu().name())
     }
 }

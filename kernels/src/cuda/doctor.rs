@@ -2,15 +2,15 @@
 
 use cudarc::driver::{result as cu, sys};
 
-use super::arch::Arch;
-use super::compile::compiles_for;
-use super::cubins::{counted, default_cache_dir, shipped_dir};
-use super::driver::{Gpu, require_driver};
-use super::error::CudaError;
-use super::given::Said;
-use super::libraries::{CUBLASLT, Cuda, DRIVER, NVRTC, Needed};
-use super::machine::uuid_of;
-use super::nvml::{Monitor, Nvml, uuid_text};
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::compiles_for;
+use crate::cuda::cubins::{counted, default_cache_dir, shipped_dir};
+use crate::cuda::driver::{Gpu, require_driver};
+use crate::cuda::error::CudaError;
+use crate::cuda::given::Said;
+use crate::cuda::libraries::{CUBLASLT, Cuda, DRIVER, NVRTC, Needed};
+use crate::cuda::machine::uuid_of;
+use crate::cuda::nvml::{Monitor, Nvml, uuid_text};
 
 /// One line of a diagnosis.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,7 +60,7 @@ fn missing(name: &str, advice: &str) -> Inspection {
     Inspection { name, found: None, advice, refused: false }
 }
 
-pub(super) fn driver() -> Inspection {
+pub(crate) fn driver() -> Inspection {
     let version = match require_driver().and_then(|()| DRIVER.require()) {
         Ok(version) => version,
         Err(error) => return refused("driver", &DRIVER, &error),
@@ -82,11 +82,11 @@ fn nvml() -> Inspection {
     }
 }
 
-pub(super) fn nvrtc() -> Inspection {
+pub(crate) fn nvrtc() -> Inspection {
     library("nvrtc", &NVRTC)
 }
 
-pub(super) fn cublaslt() -> Inspection {
+pub(crate) fn cublaslt() -> Inspection {
     library("cublasLt", &CUBLASLT)
 }
 

@@ -8,15 +8,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::{result as cu, sys};
 
-use super::error::{CudaError, Doing};
-use super::event::Event;
-use super::given::{Said, check_name};
-use super::growing::Growing;
-use super::host_memory::HostMemory;
-use super::libraries::DRIVER;
-use super::machine::{device, shares};
-use super::window::{Joined, Window};
 use crate::buffer::{Buffer, Element};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::event::Event;
+use crate::cuda::given::{Said, check_name, shares};
+use crate::cuda::growing::Growing;
+use crate::cuda::host_memory::HostMemory;
+use crate::cuda::libraries::DRIVER;
+use crate::cuda::window::{Joined, Window};
+
+/// As the driver counts it.
+pub(crate) fn device(ordinal: usize) -> Result<sys::CUdevice, cudarc::driver::DriverError> {
+    cu::device::get(i32::try_from(ordinal / shares()).unwrap_or(i32::MAX))
+}
 
 /// One GPU and its primary context. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -142,7 +146,7 @@ impl Gpu {
         self.inner.waits.load(Ordering::Relaxed)
     }
 
-    pub(super) fn waited(&self) {
+    pub(crate) fn waited(&self) {
         self.inner.waits.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -204,7 +208,7 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges are mapped and share no byte.
-    pub(super) unsafe fn copy_at(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
+    pub(crate) unsafe fn copy_at(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { cu::memcpy_dtod_async(to, from, bytes, self.handle) }
             .doing(|| format!("copying {bytes} bytes of device memory"))
@@ -214,7 +218,7 @@ impl Stream {
     ///
     /// # Safety
     /// The range is mapped.
-    pub(super) unsafe fn fill_at(&self, to: u64, byte: u8, bytes: usize) -> Result<(), CudaError> {
+    pub(crate) unsafe fn fill_at(&self, to: u64, byte: u8, bytes: usize) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe { cu::memset_d8_async(to, byte, bytes, self.handle) }
             .doing(|| format!("filling {bytes} bytes of device memory"))
@@ -260,17 +264,17 @@ impl Drop for Stream {
 /// One allocation of device memory, laid out beforehand by [`crate::ArenaPlan`].
 #[derive(Debug)]
 pub struct Arena {
-    pub(super) base: sys::CUdeviceptr,
-    pub(super) bytes: usize,
-    pub(super) gpu: Gpu,
+    pub(crate) base: sys::CUdeviceptr,
+    pub(crate) bytes: usize,
+    pub(crate) gpu: Gpu,
     /// None: allocated in one piece.
-    pub(super) joined: Option<Joined>,
+    pub(crate) joined: Option<Joined>,
     /// What of the plan lies on the host.
-    pub(super) host: Option<HostMemory>,
+    pub(crate) host: Option<HostMemory>,
     /// What of the plan peers may read.
-    pub(super) shared: Option<Arc<Window>>,
+    pub(crate) shared: Option<Arc<Window>>,
     /// What of it has memory only in part.
-    pub(super) growing: Option<Growing>,
+    pub(crate) growing: Option<Growing>,
 }
 
 impl Arena {
@@ -290,7 +294,7 @@ impl Arena {
     }
 
     /// What of it peers may read.
-    pub(super) fn shared(&self) -> Option<&Arc<Window>> {
+    pub(crate) fn shared(&self) -> Option<&Arc<Window>> {
         self.shared.as_ref()
     }
 
@@ -424,12 +428,12 @@ impl<E: Element> PinnedBuffer<E> {
     }
 
     /// Elements.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// The first element, for what the device and the host look at by turns.
-    pub(super) fn start(&self) -> *mut E {
+    pub(crate) fn start(&self) -> *mut E {
         self.start
     }
 
@@ -449,7 +453,7 @@ impl<E: Element> PinnedBuffer<E> {
     ///
     /// # Safety
     /// As many are allocated there.
-    pub(super) unsafe fn read_at(
+    pub(crate) unsafe fn read_at(
         &mut self,
         stream: &Stream,
         from: u64,
@@ -464,7 +468,7 @@ impl<E: Element> PinnedBuffer<E> {
     ///
     /// # Safety
     /// As many are allocated there, and this is neither used nor dropped before the copy is done.
-    pub(super) unsafe fn enqueue_read(
+    pub(crate) unsafe fn enqueue_read(
         &mut self,
         stream: &Stream,
         from: u64,
@@ -481,7 +485,7 @@ impl<E: Element> PinnedBuffer<E> {
     ///
     /// # Safety
     /// As many are allocated there, and this is not written to nor dropped before the copy is done.
-    pub(super) unsafe fn enqueue_write(
+    pub(crate) unsafe fn enqueue_write(
         &self,
         stream: &Stream,
         to: u64,

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use cudarc::driver::DriverError;
 
-use super::arch::Unfit;
-use super::given::NotGiven;
-use super::libraries::Cuda;
+use crate::cuda::arch::Unfit;
+use crate::cuda::given::NotGiven;
+use crate::cuda::libraries::Cuda;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
@@ -101,7 +101,7 @@ impl CudaError {
     }
 
     /// The driver does not take the code of a module: it was made for another GPU or driver.
-    pub(super) fn is_foreign_code(&self) -> bool {
+    pub(crate) fn is_foreign_code(&self) -> bool {
         use cudarc::driver::sys::CUresult as Code;
         let CudaError::Driver { source, .. } = self else { return false };
         matches!(
@@ -113,7 +113,7 @@ impl CudaError {
     }
 
     /// With what lies beneath it.
-    pub(super) fn in_full(&self) -> String {
+    pub(crate) fn in_full(&self) -> String {
         let (mut text, mut below) = (self.to_string(), self.source());
         while let Some(error) = below {
             text += &format!(": {error}");

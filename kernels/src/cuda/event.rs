@@ -4,14 +4,14 @@ use std::sync::OnceLock;
 
 use cudarc::driver::{result as cu, sys};
 
-use super::driver::Gpu;
-use super::libraries::DRIVER;
-use super::error::{CudaError, Doing};
+use crate::cuda::driver::Gpu;
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::libraries::DRIVER;
 
 /// A point in a stream that can be waited for and timed.
 #[derive(Debug)]
 pub struct Event {
-    pub(super) handle: sys::CUevent,
+    pub(crate) handle: sys::CUevent,
     gpu: Gpu,
 }
 

@@ -1,11 +1,10 @@
 //! Kernels that break a GPU as programs and hardware do, for tests of what happens then.
 
-use super::arch::Arch;
-use super::compile::{Compiler, Source};
-use super::driver::{Launch, Stream, parameters};
-use super::error::CudaError;
-use super::gemm::element_macro;
 use crate::buffer::DType;
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::{Compiler, Source, element_macro};
+use crate::cuda::driver::{Launch, Stream, parameters};
+use crate::cuda::error::CudaError;
 
 /// How a GPU fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +16,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub(super) fn enqueue(self, compiler: &Compiler, stream: &Stream) -> Result<(), CudaError> {
+    pub(crate) fn enqueue(self, compiler: &Compiler, stream: &Stream) -> Result<(), CudaError> {
         let target = Arch::of(compiler.gpu())?.target();
         // What kernels share asks for one.
         let half = ("ELEMENT", element_macro(DType::Bf16));

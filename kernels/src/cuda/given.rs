@@ -5,11 +5,21 @@
 //! take them in its order. The variable chooses nothing here: it names a GPU that should be there
 //! and is not, and a part of one, which no engine takes.
 
-use super::machine::shares;
+use std::sync::OnceLock;
 
 /// What a device plugin tells the container runtime.
 pub const ENV_GIVEN: &str = "NVIDIA_VISIBLE_DEVICES";
 const ENV_CHOSEN: &str = "CUDA_VISIBLE_DEVICES";
+
+/// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
+const ENV_SHARES: &str = "MOEJOB_GPU_SHARES";
+
+/// How many ranks may share a GPU: 1, unless the environment says more.
+pub fn shares() -> usize {
+    static SHARES: OnceLock<usize> = OnceLock::new();
+    let read = || std::env::var(ENV_SHARES).ok()?.parse().ok().filter(|count| *count > 0);
+    *SHARES.get_or_init(|| read().unwrap_or(1))
+}
 
 /// What the variable says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +87,7 @@ impl Given {
 ///
 /// # Errors
 /// The name is one.
-pub(super) fn check_name(name: &str) -> Result<(), NotGiven> {
+pub(crate) fn check_name(name: &str) -> Result<(), NotGiven> {
     match name.contains(" MIG ") {
         true => Err(NotGiven::Part { variable: "the driver", name: name.to_owned() }),
         false => Ok(()),
@@ -91,7 +101,7 @@ fn is_part(device: &str) -> bool {
 
 /// The variables of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Said {
+pub(crate) struct Said {
     given: Option<String>,
     chosen: Option<String>,
 }

@@ -9,16 +9,16 @@ use std::ops::Range;
 
 use cudarc::driver::{result as cu, sys};
 
-use super::driver::{Arena, Gpu, Stream};
-use super::error::{CudaError, Doing};
-use super::window::{Joined, granularity, pieces};
 use crate::buffer::Buffer;
+use crate::cuda::driver::{Arena, Gpu, Stream};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::window::{Joined, granularity, pieces};
 
 const NOT_EXPORTED: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
 
 #[derive(Debug)]
-pub(super) struct Growing {
+pub(crate) struct Growing {
     place: Joined,
     page: usize,
     /// Which pages have memory.
@@ -61,13 +61,13 @@ impl Growing {
 
 impl Arena {
     /// Gives it a part that grows, of so many bytes of addresses, without any memory yet.
-    pub(super) fn reserve_growing(&mut self, bytes: usize) -> Result<(), CudaError> {
+    pub(crate) fn reserve_growing(&mut self, bytes: usize) -> Result<(), CudaError> {
         self.growing = Some(Growing::new(&self.gpu, bytes)?);
         Ok(())
     }
 
     /// Memory, all bits zero, for `pieces` of the part that grows, as far as they have none.
-    pub(super) fn commit(&mut self, stream: &Stream, pieces: &[Buffer]) -> Result<(), CudaError> {
+    pub(crate) fn commit(&mut self, stream: &Stream, pieces: &[Buffer]) -> Result<(), CudaError> {
         for piece in pieces {
             let offset = piece.offset_growing().expect("a piece of the part that grows");
             let growing = self.growing.as_mut().expect("an arena with a part that grows");

@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::driver::sys;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use super::driver::{Arena, Gpu};
-use super::error::{CudaError, Doing};
-use super::window::Window;
 use crate::threads;
+use crate::cuda::driver::{Arena, Gpu};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::window::Window;
 
 /// Large pages of x86: as many fewer to pin, and to give back when the process ends.
 const LARGE_PAGE: usize = 2 << 20;
@@ -27,7 +27,7 @@ const STRETCH: usize = 32 << 20;
 const THREADS_MAX: usize = 8;
 
 #[derive(Debug)]
-pub(super) struct HostMemory {
+pub(crate) struct HostMemory {
     mapping: Mapping,
     /// Of the mapping's first byte, as the device knows it.
     address: u64,

@@ -12,11 +12,11 @@ use std::ops::Range;
 
 use cudarc::driver::{result as cu, sys};
 
-use super::device::CudaDevice;
-use super::driver::{Gpu, Stream};
-use super::error::{CudaError, Doing};
-use super::event::Event;
 use crate::buffer::{Buffer, DType};
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::event::Event;
 
 /// Bytes of an address range that are registered at once: that holds up the launches of the whole
 /// process, and so much of it takes 0.3 ms, or 1.5 at most.
@@ -36,7 +36,7 @@ fn pieces(start: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Whether a range lies in more than one of such pieces.
-pub(super) fn crosses_pieces(start: usize, len: usize) -> bool {
+pub(crate) fn crosses_pieces(start: usize, len: usize) -> bool {
     pieces(start, len).nth(1).is_some()
 }
 
@@ -101,7 +101,7 @@ enum State {
 }
 
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(crate) struct Lane {
     /// While it is open, the stream of all ops.
     stream: Stream,
     /// Of the stream of all ops, when the lane began.

@@ -8,13 +8,13 @@
 //! of a library is called before `require`, and nothing that its list lacks. `tests/drivers.rs`
 //! holds the lists against the sources of this crate and of cudarc.
 
-use std::error::Error;
 use std::fmt;
+use std::error::Error;
 use std::sync::OnceLock;
 
 use cudarc::{cublaslt, driver, nvrtc};
 
-use super::error::CudaError;
+use crate::cuda::error::CudaError;
 
 /// A version of CUDA: major, minor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ impl Cuda {
     /// Older ones lack kinds of kernels that we have.
     const LEAST: Cuda = Cuda(12, 0);
     /// From here on all of it is tried.
-    pub(super) const TRIED: Cuda = Cuda(12, 4);
+    pub(crate) const TRIED: Cuda = Cuda(12, 4);
 
     /// As the driver tells it: 12040.
     fn of_driver(code: i32) -> Cuda {
@@ -67,7 +67,7 @@ pub fn called() -> impl Iterator<Item = Called> {
 }
 
 /// A library and what is called of it.
-pub(super) struct Needed {
+pub(crate) struct Needed {
     /// Its file's name up to the `.so`
     name: &'static str,
     symbols: &'static [&'static str],
@@ -81,7 +81,7 @@ pub(super) struct Needed {
     found: OnceLock<Cuda>,
 }
 
-pub(super) static DRIVER: Needed = Needed {
+pub(crate) static DRIVER: Needed = Needed {
     name: "libcuda",
     symbols: &DRIVER_SYMBOLS,
     newer: &[("cuTensorMapEncodeTiled", Cuda(12, 0))],
@@ -98,7 +98,7 @@ pub(super) static DRIVER: Needed = Needed {
     found: OnceLock::new(),
 };
 
-pub(super) static NVRTC: Needed = Needed {
+pub(crate) static NVRTC: Needed = Needed {
     name: "libnvrtc",
     symbols: &NVRTC_SYMBOLS,
     newer: &[],
@@ -116,7 +116,7 @@ pub(super) static NVRTC: Needed = Needed {
     found: OnceLock::new(),
 };
 
-pub(super) static CUBLASLT: Needed = Needed {
+pub(crate) static CUBLASLT: Needed = Needed {
     name: "libcublasLt",
     symbols: &CUBLASLT_SYMBOLS,
     newer: &[],
@@ -146,7 +146,7 @@ impl Needed {
     ///
     /// # Errors
     /// It cannot be loaded, lacks functions, or is too old: in words, with what to install.
-    pub(super) fn require(&self) -> Result<Cuda, CudaError> {
+    pub(crate) fn require(&self) -> Result<Cuda, CudaError> {
         if let Some(version) = self.found.get() {
             return Ok(*version);
         }
@@ -176,7 +176,7 @@ impl Needed {
     ///
     /// # Errors
     /// As those of `require`; or the library is of a newer major version than the driver.
-    pub(super) fn suits(&self) -> Result<Cuda, CudaError> {
+    pub(crate) fn suits(&self) -> Result<Cuda, CudaError> {
         let (version, known) = (self.require()?, DRIVER.require()?);
         if version.0 <= known.0 {
             return Ok(version);
@@ -186,7 +186,7 @@ impl Needed {
     }
 
     /// `/usr/lib/libnvrtc.so.12 (CUDA 12.4)`
-    pub(super) fn described(&self, version: Option<Cuda>) -> String {
+    pub(crate) fn described(&self, version: Option<Cuda>) -> String {
         let file = self.file().unwrap_or_else(|| self.name.to_owned());
         match version {
             Some(version) => format!("{file} (CUDA {version})"),
@@ -195,7 +195,7 @@ impl Needed {
     }
 
     /// Where the loaded library lies.
-    pub(super) fn file(&self) -> Option<String> {
+    pub(crate) fn file(&self) -> Option<String> {
         let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
         let begin = format!("{}.so", self.name);
         let mut paths = maps.lines().filter_map(|line| Some(&line[line.find('/')?..]));

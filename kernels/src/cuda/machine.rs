@@ -1,32 +1,17 @@
 //! The GPUs that this machine shows, asked without a context on any of them: whoever starts workers
 //! must take no memory of their devices.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use cudarc::driver::{DriverError, result as cu, sys};
+use cudarc::driver::{result as cu, sys};
 
-use super::arch::Arch;
-use super::compile::compiles_for;
-use super::doctor::{cublaslt, driver, nvrtc};
-use super::driver::{Gpu, require_driver};
-use super::error::{CudaError, Doing};
-use super::given::{Said, check_name};
-use super::nvml::{Monitor, Nvml};
-
-/// Each GPU counts as so many, which ranks share: for tests of a gang on a machine with fewer GPUs.
-const ENV_SHARES: &str = "MOEJOB_GPU_SHARES";
-
-/// How many ranks may share a GPU: 1, unless the environment says more.
-pub fn shares() -> usize {
-    static SHARES: OnceLock<usize> = OnceLock::new();
-    let read = || std::env::var(ENV_SHARES).ok()?.parse().ok().filter(|count| *count > 0);
-    *SHARES.get_or_init(|| read().unwrap_or(1))
-}
-
-/// As the driver counts it.
-pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
-    cu::device::get(i32::try_from(ordinal / shares()).unwrap_or(i32::MAX))
-}
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::compiles_for;
+use crate::cuda::doctor::{cublaslt, driver, nvrtc};
+use crate::cuda::driver::{Gpu, device, require_driver};
+use crate::cuda::error::{CudaError, Doing};
+use crate::cuda::given::{Said, check_name, shares};
+use crate::cuda::nvml::{Monitor, Nvml};
 
 /// A GPU, as the driver tells of it from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]

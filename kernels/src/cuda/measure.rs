@@ -1,11 +1,10 @@
 //! Inputs and ceilings for benchmarks and tests on the device.
 
-use super::arch::Arch;
-use super::compile::{Compiler, Source};
-use super::driver::{Arena, Function, Launch, Stream, parameters};
-use super::error::CudaError;
-use super::gemm::element_macro;
 use crate::buffer::{Buffer, DType};
+use crate::cuda::arch::Arch;
+use crate::cuda::compile::{Compiler, Source, element_macro};
+use crate::cuda::driver::{Arena, Function, Launch, Stream, parameters};
+use crate::cuda::error::CudaError;
 
 /// Blocks of the strided loops: eight for each multiprocessor of an H200.
 const BLOCKS: usize = 1056;

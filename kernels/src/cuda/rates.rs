@@ -3,10 +3,10 @@
 //! Copies go in one stream by the driver's own engines, several behind each other, and are timed by
 //! events. The fastest of a few readings counts: what else runs makes a copy slower, never faster.
 
-use super::driver::{Arena, Gpu, PinnedBuffer, Stream};
-use super::error::CudaError;
-use super::event::Event;
-use super::window::Window;
+use crate::cuda::driver::{Arena, Gpu, PinnedBuffer, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
+use crate::cuda::window::Window;
 
 /// Of the host: what one copy engine needs to be at its full rate, many times over.
 const HOST_BYTES: usize = 32 << 20;

@@ -7,14 +7,14 @@
 
 use std::fmt::Write;
 
-use super::driver::Gpu;
-use super::error::CudaError;
-use super::nvml::{GpuProcess, Monitor, Nvml};
+use crate::cuda::driver::Gpu;
+use crate::cuda::error::CudaError;
+use crate::cuda::nvml::{GpuProcess, Monitor, Nvml};
 use crate::memory_bounds::{Bound, MemoryBounds};
 
 /// Bytes that are planned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     /// Of the GPU: what is taken next, and what follows it.
     pub arena: usize,
     /// What of the arena peers may read.
@@ -36,7 +36,7 @@ struct There {
 
 /// What is missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(crate) enum Lack {
     Device { wanted: usize, free: usize, total: usize },
     Host { wanted: usize, bound: Bound },
 }
@@ -69,7 +69,7 @@ impl Lack {
 }
 
 /// What of `wanted` is not there at the moment.
-pub(super) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError> {
+pub(crate) fn lack(gpu: &Gpu, wanted: Wanted) -> Result<Option<Lack>, CudaError> {
     let (free, total) = gpu.memory()?;
     let bounds = if wanted.host > 0 { MemoryBounds::of_this_process() } else { Default::default() };
     Ok(judge(wanted, There { free, total, host: bounds.least_left().cloned() }))

@@ -6,12 +6,12 @@
 //! ```
 //! They are in the order of the stream of all ops, so the host may run ahead of the device.
 
-use super::driver::{Gpu, PinnedBuffer, Stream};
-use super::error::CudaError;
-use super::event::Event;
+use crate::cuda::driver::{Gpu, PinnedBuffer, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
 
 /// Longer copies wait for the device.
-pub(super) const BYTES_MAX: usize = 256 << 10;
+pub(crate) const BYTES_MAX: usize = 256 << 10;
 /// Pieces that may be on their way to the device at once: two steps of some dozen micro-batches
 /// each. Who needs one more waits for the oldest.
 const PIECES_MAX: usize = 256;
@@ -20,7 +20,7 @@ const PIECE_MIN: usize = 4096;
 
 /// Pinned pieces, those on their way in the order in which they left.
 #[derive(Debug, Default)]
-pub(super) struct Staging {
+pub(crate) struct Staging {
     under_way: Vec<Piece>,
     free: Vec<PinnedBuffer<u8>>,
 }

@@ -6,8 +6,8 @@ use std::mem::MaybeUninit;
 
 use cudarc::driver::sys;
 
-use super::error::{CudaError, Doing};
 use crate::buffer::DType;
+use crate::cuda::error::{CudaError, Doing};
 
 /// A row-major matrix, of 16-bit elements unless a map says otherwise: address, rows, columns (all
 /// rows follow each other).

@@ -12,13 +12,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::device::CudaDevice;
-use super::driver::{Gpu, Stream};
-use super::error::CudaError;
-use super::event::Event;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::driver::{Gpu, Stream};
+use crate::cuda::error::CudaError;
+use crate::cuda::event::Event;
 
 #[derive(Debug)]
-pub(super) struct TokenLane {
+pub(crate) struct TokenLane {
     /// While a flight is enqueued, the stream of all ops.
     stream: Stream,
     /// Behind the ops that were enqueued before the newest flight.
@@ -49,17 +49,17 @@ impl TokenLane {
         })
     }
 
-    pub(super) fn stream(&self) -> &Stream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
     /// Whether everything enqueued is done. Does not wait.
-    pub(super) fn is_idle(&self) -> Result<bool, CudaError> {
+    pub(crate) fn is_idle(&self) -> Result<bool, CudaError> {
         self.stream.is_idle()
     }
 
     /// What products leave free at this moment.
-    pub(super) fn free(&self) -> usize {
+    pub(crate) fn free(&self) -> usize {
         let awaited = |flight: &Flight| flight.awaited.load(Ordering::Relaxed);
         if self.flights.iter().any(awaited) { self.free } else { 0 }
     }

@@ -6,24 +6,25 @@
 //! mapped. Two H200 of one host read 11 GB each at 24 GB/s so, and at 9 with pages that fault.
 //! That copy also joins and parts the halves of floats.
 
-use super::driver::{Gpu, PinnedBuffer, Stream};
-use super::error::CudaError;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::cuda::driver::{Gpu, PinnedBuffer, Stream};
+use crate::cuda::error::CudaError;
 use crate::pages::Pages;
 use crate::stored::Stored;
 use crate::threads::begin;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Threads that copy: with eight the bus is the bound.
 const LANES: usize = 8;
 /// Bytes of a piece: long enough that starting one costs nothing beside it.
 const PIECE: usize = 2 << 20;
 /// Shorter copies go the driver's way: it takes longer to wake the lanes.
-pub(super) const BYTES_MIN: usize = 4 << 20;
+pub(crate) const BYTES_MIN: usize = 4 << 20;
 
 /// What the lanes keep from copy to copy.
 #[derive(Debug)]
-pub(super) struct Transfer {
+pub(crate) struct Transfer {
     gpu: Gpu,
     lanes: Vec<Mutex<Lane>>,
 }
@@ -39,7 +40,7 @@ struct Piece {
 }
 
 /// Where floats lie on the device.
-pub(super) type Place = Stored<u64>;
+pub(crate) type Place = Stored<u64>;
 
 impl Place {
     /// The places of `bytes` of the host, piece by piece.

@@ -12,8 +12,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 
-use super::driver::{Arena, Gpu};
-use super::error::{CudaError, Doing};
+use crate::cuda::driver::{Arena, Gpu};
+use crate::cuda::error::{CudaError, Doing};
 
 const POSIX_FILE: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -41,7 +41,7 @@ impl Window {
 
     /// The same for memory that is needed in any case: where the driver exports none, its export
     /// fails.
-    pub(super) fn shared(gpu: &Gpu, bytes: usize) -> Result<Window, CudaError> {
+    pub(crate) fn shared(gpu: &Gpu, bytes: usize) -> Result<Window, CudaError> {
         match Window::new(gpu, bytes) {
             Err(error) if !matches!(error, CudaError::OutOfMemory { .. }) => {
                 let none = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
@@ -134,7 +134,7 @@ impl Drop for Window {
 
 /// A range of addresses, and the memory of a GPU that is mapped there.
 #[derive(Debug)]
-pub(super) struct Joined {
+pub(crate) struct Joined {
     pub base: sys::CUdeviceptr,
     pub bytes: usize,
     /// Address and bytes of each mapping.
@@ -146,7 +146,7 @@ pub(super) struct Joined {
 const PIECE: usize = 1 << 30;
 
 /// A range of bytes in the pieces in which memory for it is made.
-pub(super) fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(PIECE).map(move |at| at..range.end.min(at + PIECE))
 }
 
@@ -223,7 +223,7 @@ impl Arena {
 }
 
 /// What every piece of memory is a multiple of.
-pub(super) fn granularity(
+pub(crate) fn granularity(
     gpu: &Gpu,
     exported: sys::CUmemAllocationHandleType,
 ) -> Result<usize, CudaError> {

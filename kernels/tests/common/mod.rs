@@ -2,7 +2,10 @@
 //! start as garbage.
 #![allow(dead_code, reason = "each test crate uses a part")]
 
-use moejob_kernels::{ArenaPlan, Buffer, CpuDevice, DType, Device, Element, Isa, philox};
+use moejob_kernels::parts::*;
+use moejob_kernels::{
+    ArenaPlan, Buffer, CpuDevice, DType, Device, Element, GatherRows, Isa, ScatterSum, philox,
+};
 
 /// Address space of a bed; memory is what a test touches of it.
 const ARENA_BYTES: usize = 1 << 30;
@@ -88,6 +91,42 @@ impl Bed {
 
     pub fn bytes(&self, buffer: Buffer) -> Vec<u8> {
         self.values(buffer.reinterpret(DType::U8))
+    }
+}
+
+/// Parts of the ops of a processor, in the floats of the bed.
+macro_rules! parts {
+    ($($name:ident($part:ty);)*) => {
+        impl Bed {$(
+            pub fn $name(&mut self, part: &$part) {
+                let cpu = self.device.as_cpu_mut().expect("a processor");
+                match self.float {
+                    DType::F64 => cpu.$name::<f64>(part),
+                    _ => cpu.$name::<f32>(part),
+                }
+            }
+        )*}
+    };
+}
+parts! {
+    route(Route);
+    route_backward(RouteBackward);
+    gather_rows(GatherRows);
+    scatter_rows(ScatterRows);
+    combine(Combine);
+    scatter_sum(ScatterSum);
+    experts_up(ExpertsUp<'_>);
+    experts_down(ExpertsDown<'_>);
+    experts_down_backward(ExpertsDownBackward<'_>);
+    experts_down_wgrad(ExpertsDownWgrad<'_>);
+    experts_dgrad(ExpertsDgrad<'_>);
+    experts_up_wgrad(ExpertsUpWgrad<'_>);
+    cross_entropy(CrossEntropy);
+}
+
+impl Bed {
+    pub fn place(&mut self, part: &Place) {
+        self.device.as_cpu_mut().expect("a processor").place(part);
     }
 }
 

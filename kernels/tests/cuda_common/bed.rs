@@ -1,11 +1,11 @@
 //! A layer with all its buffers on the device: what tests check and benchmarks time.
 #![allow(dead_code, reason = "tests and benchmarks each use a part")]
 
-use moejob_kernels::cuda::{
-    Arena, Compiler, CudaError, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer,
-    Output, Stacked, Stream, Weights,
+use moejob_kernels::cuda::{Arena, Compiler, CudaError, Stream};
+use moejob_kernels::{
+    ArenaPlan, Buffer, DType, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer,
+    Output, Stacked, Weights,
 };
-use moejob_kernels::{ArenaPlan, Buffer, DType};
 
 /// A gated layer with softmax scores, no losses and gradients in elements.
 pub fn desc(

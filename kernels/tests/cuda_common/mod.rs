@@ -4,7 +4,7 @@
 pub mod bed;
 
 use half::bf16;
-use moejob_kernels::cuda::{MoeActivation, MoeDesc};
+use moejob_kernels::{MoeActivation, MoeDesc};
 
 /// Reproducible, roughly normal, already rounded to bf16, zero where fp16 would round once more.
 pub fn normal(seed: u64, len: usize, scale: f64) -> Vec<bf16> {

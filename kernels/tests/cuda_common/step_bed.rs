@@ -8,7 +8,7 @@ use moejob_kernels::cuda::Gpu;
 use moejob_kernels::{ArenaPlan, Buffer, DType, Device, Element, philox};
 
 /// Enough for the largest case; on a CPU address space alone.
-const ARENA_BYTES: usize = 1 << 28;
+pub const ARENA_BYTES: usize = 1 << 28;
 
 pub const ELEMENTS: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 

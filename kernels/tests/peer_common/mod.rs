@@ -4,9 +4,8 @@
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-use moejob_kernels::cuda::{
-    Arena, Compiler, Gpu, PeerDesc, PeerLinks, Stream, default_cache_dir,
-};
+use moejob_kernels::cuda::{Arena, Compiler, Gpu, Stream, default_cache_dir};
+use moejob_kernels::peer::{PeerDesc, PeerLinks};
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 
 pub const ROOMS: usize = 8 << 20;

@@ -8,7 +8,8 @@
 use super::complain;
 use clap::Args;
 use moe_worker::engine::model::step_kernels;
-use moejob_kernels::cuda::{Arch, Source, StepKernels, compile_into};
+use moejob_kernels::cuda::{Arch, Source, compile_into};
+use moejob_kernels::StepKernels;
 use moejob_manifest::Job;
 use moejob_manifest::crd::spec_schema;
 use moejob_plan::placement;

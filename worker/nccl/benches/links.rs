@@ -17,8 +17,9 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Bed, Peer, introduce, lacking, link, listen, meet, say};
+use moejob_kernels::cuda::{CudaError, Event, PinnedBuffer};
+use moejob_kernels::peer::{MoveRows, PeerLinks};
 use moejob_kernels::Buffer;
-use moejob_kernels::cuda::{CudaError, Event, MoveRows, PeerLinks, PinnedBuffer};
 use moejob_nccl::{Comm, Config, DType, Library, Reduce};
 
 const VERBS: [&str; 4] = ["all_to_all", "reduce_scatter", "all_gather", "all_reduce"];

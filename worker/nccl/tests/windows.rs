@@ -6,7 +6,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Bed, HERE, Peer, introduce, link, listen, say, turn};
-use moejob_kernels::cuda::{Awaited, MoveRows, PeerLinks};
+use moejob_kernels::peer::{Awaited, MoveRows, PeerLinks};
 use moejob_kernels::{ArenaPlan, DType};
 
 /// Where a process that was started for a part of a test begins.

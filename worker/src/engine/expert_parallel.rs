@@ -37,10 +37,9 @@ use crate::engine::handles::Dense;
 use crate::engine::links::{OwnTokens, Packed, Rows, WAITED};
 use crate::engine::local_experts::{Leg, Local, sums_of_slices};
 use crate::engine::model::Model;
-use moejob_kernels::cuda::{Gradients, MoeTensors, Saved};
 use moejob_kernels::{
-    Add, Buffer, GatherRows, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden, MoePlace,
-    MoeRouterBackward, MoeUpGradient, ScatterSum, Sources, WireFormat,
+    Add, Buffer, GatherRows, Gradients, MoeCombine, MoeExperts, MoeExpertsBackward, MoeHidden,
+    MoePlace, MoeRouterBackward, MoeTensors, MoeUpGradient, Saved, ScatterSum, Sources, WireFormat,
 };
 use moejob_protocol::formats::RowFormat;
 use moejob_protocol::memory::Kind;

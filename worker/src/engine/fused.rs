@@ -10,13 +10,10 @@
 use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
-use moejob_kernels::cuda::{
-    Gradients, MoeActivation, MoeDesc, MoeTensors, Output, Saved, Weights,
-};
 use moejob_kernels::{
-    Buffer, DType, Each, MoeBackward, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden,
-    MoePlace,
-    MoeRoute, RouteGroups, Sources,
+    Buffer, DType, Each, Gradients, MoeActivation, MoeBackward, MoeDesc, MoeExperts,
+    MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeTensors, Output, RouteGroups,
+    Saved, Sources, Weights,
 };
 use moejob_protocol::buffers::Fused;
 use moejob_protocol::model::{Activation, ModelConfig, Scoring};

@@ -15,8 +15,8 @@
 use crate::engine::round::Schedule;
 use crate::engine::step::Engine;
 use crate::failure::chain;
-use moejob_kernels::cuda::{Captured, CudaDevice, LayerError};
-use moejob_kernels::{Pace, StepPhase};
+use moejob_kernels::cuda::{Captured, CudaDevice};
+use moejob_kernels::{LayerError, Pace, StepPhase};
 use std::collections::HashMap;
 
 /// For tests and measurements: `on`, `off`, or where the host's time shows (`auto`).

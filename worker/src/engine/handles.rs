@@ -5,8 +5,7 @@
 //! ```
 //! The same handles name weights and gradients, so that forward and backward read alike.
 
-use moejob_kernels::Buffer;
-use moejob_kernels::cuda::Stacked;
+use moejob_kernels::{Buffer, Stacked};
 use moejob_protocol::model::{ModelConfig, Param, Role};
 use std::collections::HashMap;
 

@@ -20,8 +20,10 @@ use crate::engine::handles::{Dense, ExpertStacks};
 use crate::engine::numbers::Numbers;
 use crate::engine::places::Places;
 use crate::engine::zero::Turning;
-use moejob_kernels::cuda::{AttentionDesc, GateShape, MoeDesc, Refusal, StepKernels};
-use moejob_kernels::{ArenaPlan, Buffer, Device, HeadDesc, IGNORE, KernelError, LossScale};
+use moejob_kernels::{
+    ArenaPlan, AttentionDesc, Buffer, Device, GateShape, HeadDesc, IGNORE, KernelError, LossScale,
+    MoeDesc, Refusal, StepKernels,
+};
 use moejob_protocol::buffers::Buffers;
 use moejob_protocol::config::{Backend, Precision, TrainingConfig};
 use moejob_protocol::layout::Layout;

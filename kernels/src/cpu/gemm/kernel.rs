@@ -1,13 +1,13 @@
 //! The innermost loop: a tile of C in registers.
 
-use crate::cpu::exec::Isa;
 use crate::cpu::float::Float;
+use crate::cpu::isa::Isa;
 
 /// The most rows that a tile has.
 pub(crate) const MR_MAX: usize = 8;
 
 /// A tile of C [rows, columns] (+)= A [rows, k] B [k, NR], one chunk of k.
-pub(crate) struct Tile<T> {
+pub struct Tile<T> {
     pub(crate) rows: usize,
     /// Columns of C to store; B's panel has NR.
     pub(crate) columns: usize,
@@ -26,14 +26,14 @@ pub(crate) struct Tile<T> {
 }
 
 /// A kernel and the size of its tiles.
-pub(crate) struct Kernel<T> {
+pub struct Kernel<T> {
     pub(crate) mr: usize,
     pub(crate) nr: usize,
     pub(crate) run: unsafe fn(&Tile<T>),
 }
 
 /// Floats that have kernels.
-pub(crate) trait GemmFloat: Float {
+pub trait GemmFloat: Float {
     fn kernel(isa: Isa) -> Kernel<Self>;
 }
 
@@ -94,9 +94,9 @@ unsafe fn scalar<T: Float>(tile: &Tile<T>) {
 /// hide the latency of a fused multiply-add and leave registers for B.
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use super::Tile;
     use std::arch::x86_64::*;
 
-    use super::Tile;
 
     macro_rules! kernel {
         (
@@ -106,7 +106,7 @@ mod x86 {
         ) => {
             /// # Safety
             /// The processor has the features, and the tile's pointers cover its sizes.
-            pub(super) unsafe fn $name(tile: &Tile<$float>) {
+            pub(crate) unsafe fn $name(tile: &Tile<$float>) {
                 // SAFETY: the caller promises what each instance needs.
                 unsafe {
                     match (tile.rows, tile.columns <= $lanes) {

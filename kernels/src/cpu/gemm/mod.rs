@@ -9,19 +9,18 @@
 //! ```
 //! Rows of either operand may be picked by an index: that fuses the gather of routed tokens.
 
-mod kernel;
-mod pack;
+pub(crate) mod kernel;
+pub(crate) mod pack;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::exec::{Exec, Isa};
-use super::float::Float;
-use kernel::{Kernel, MR_MAX, Tile};
-
-pub(crate) use kernel::GemmFloat;
-pub(crate) use pack::Panels;
+use crate::cpu::exec::Exec;
+use crate::cpu::float::Float;
+use crate::cpu::gemm::kernel::{GemmFloat, Kernel, MR_MAX, Tile};
+use crate::cpu::gemm::pack::Panels;
+use crate::cpu::isa::Isa;
 
 /// Elements of k that one chain covers. Part of the definition of every product: never change it.
 pub(crate) const K_CHUNK: usize = 256;

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::Operand;
-use crate::cpu::exec::Isa;
 use crate::cpu::float::Float;
+use crate::cpu::gemm::Operand;
+use crate::cpu::isa::Isa;
 
 /// Memory for packed panels of either float type, aligned to a cache line.
 #[derive(Default)]
@@ -142,16 +142,16 @@ fn transpose<T: Float>(
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::Float;
+    use crate::cpu::float::Float;
 
     /// The side of a block: 8 f32 or 4 f64, 256 bits.
-    pub(super) const fn side<T>() -> usize {
+    pub(crate) const fn side<T>() -> usize {
         32 / size_of::<T>()
     }
 
     /// Writes `rows[i][k + j]` to `to[j * width + i]` for i and j below the side.
     #[inline]
-    pub(super) fn transpose_block<T: Float>(
+    pub(crate) fn transpose_block<T: Float>(
         rows: [&[T]; 8],
         k: usize,
         to: &mut [T],

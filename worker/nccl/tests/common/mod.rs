@@ -11,7 +11,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use moejob_kernels::cuda::{Arena, Compiler, Gpu, PeerDesc, PeerLinks, default_cache_dir};
+use moejob_kernels::cuda::{Arena, Compiler, Gpu, default_cache_dir};
+use moejob_kernels::peer::{PeerDesc, PeerLinks};
 use moejob_kernels::{ArenaPlan, Buffer};
 use moejob_nccl::{Comm, Config, DType, Library, Seat, Span, Stream, UniqueId};
 

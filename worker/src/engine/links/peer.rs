@@ -17,8 +17,9 @@ use super::ledger::WindowRows;
 use super::wanted::{Use, blocks_for};
 use crate::failure::chain;
 use crate::gang::comm::{Comm, CommError, Lookout};
-use moejob_kernels::cuda::{
-    CountRows, CudaDevice, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
+use moejob_kernels::cuda::CudaDevice;
+use moejob_kernels::peer::{
+    CountRows, GatherRows, Need, PEERS_MAX, PeerDesc, PeerLinks, ScatterRows,
 };
 use moejob_kernels::{Buffer, Device, WireFormat};
 use moejob_protocol::communication::{Link, Verb};
@@ -193,7 +194,7 @@ impl Windows {
         if let Some(links) = &*self.links() {
             self.used.store(true, Ordering::Relaxed);
             let blocks = self.blocks_of(cuda, need, rows);
-            cuda.gather_rows(links, &GatherRows { need, rows, format, weights, blocks, step });
+            cuda.gather_peer_rows(links, &GatherRows { need, rows, format, weights, blocks, step });
         }
     }
 
@@ -416,7 +417,7 @@ fn watch_over(windows: &Weak<Windows>, lookout: &Lookout) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moejob_kernels::cuda::rooms_of_group;
+    use moejob_kernels::peer::rooms_of_group;
     use moejob_protocol::memory::window_rooms;
 
     /// What a plan counts is what kernels want.

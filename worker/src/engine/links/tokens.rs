@@ -24,7 +24,7 @@ use super::packing::{Packing, Rows};
 use super::shared::of_all;
 use super::{Links, Parcel, Shared};
 use crate::engine::group::ExpertGroup;
-use moejob_kernels::cuda::Need;
+use moejob_kernels::peer::Need;
 use moejob_kernels::{Add, Buffer, Device, Sum};
 use moejob_protocol::communication::Verb;
 use moejob_protocol::rails::Rails;

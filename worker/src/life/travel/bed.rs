@@ -3,7 +3,8 @@
 use super::truth::{Numbers, READ_MAX};
 use super::verb::{Call, rows_of};
 use half::bf16;
-use moejob_kernels::cuda::{Arena, CudaError, Event, Gpu, Need, Stream};
+use moejob_kernels::cuda::{Arena, CudaError, Event, Gpu, Stream};
+use moejob_kernels::peer::Need;
 use moejob_kernels::{ArenaPlan, Buffer, DType};
 
 /// Where the numbers are.

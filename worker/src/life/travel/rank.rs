@@ -16,10 +16,8 @@ use crate::failure::chain;
 use crate::life::part::{is_bound_to, number, obey, say};
 use crate::life::preflight::child::{id, of_hex};
 use half::bf16;
-use moejob_kernels::cuda::{
-    Compiler, CudaError, GatherRows, Gpu, Graph, MoveRows, PeerDesc, PeerLinks, ScatterRows,
-    default_cache_dir, peer_read_rate,
-};
+use moejob_kernels::cuda::{Compiler, CudaError, Gpu, Graph, default_cache_dir, peer_read_rate};
+use moejob_kernels::peer::{GatherRows, MoveRows, PeerDesc, PeerLinks, ScatterRows};
 use moejob_kernels::{Buffer, DType};
 use moejob_nccl::{Comm, Config, Library, Reduce, Seat, Span};
 use serde::{Deserialize, Serialize};
