@@ -70,7 +70,20 @@ fn compared(history: &[u64], loads: &[u64], owners: &[u32], ranks: u32) -> [f64;
     ]
 }
 
-/// What `decision` gives, and the least microseconds of five times: other programs take the rest.
+/// The share of tokens that leave their node.
+fn crossing(shares: &Shares, nodes: &[u32]) -> f64 {
+    let (mut cross, mut all) = (0.0, 0.0);
+    for (at, tokens) in shares.tokens.iter().enumerate() {
+        let (source, copy) = (at / shares.copies.ranks.len(), at % shares.copies.ranks.len());
+        let leaves = nodes[source] != nodes[shares.copies.ranks[copy] as usize];
+        all += f64::from(*tokens);
+        cross += f64::from(*tokens) * f64::from(u8::from(leaves));
+    }
+    cross / all
+}
+
+/// The outcome of `decision`, and its least microseconds of five times: other programs take the
+/// rest.
 fn timed<T>(decision: impl Fn() -> T) -> (T, f64) {
     let once = |_| {
         let start = Instant::now();
@@ -91,8 +104,8 @@ fn main() {
     println!("{:30}{}", "", names.map(|name| format!("{name:>10}")).concat());
     for ranks in [2_u32, 4, 8, 16] {
         let owners = by_load::owners(&(0..EXPERTS as u32).collect::<Vec<_>>(), ranks);
-        let nodes: Vec<u32> = (0..ranks).map(|rank| rank / 8).collect();
-        let [mut step, mut micro, mut past, mut divided, mut time] =
+        let nodes: Vec<u32> = (0..ranks).map(|rank| rank * 2 / ranks).collect();
+        let [mut step, mut micro, mut past, mut divided, mut crossed, mut time] =
             std::array::from_fn(|_| Means::default());
         let mut worse = 0;
         for (iteration, layer) in (0..ITERATIONS * LAYERS).map(|at| (at / LAYERS, at % LAYERS)) {
@@ -120,6 +133,9 @@ fn main() {
                 let ((token, cut), (source, whole)) = (of(Unit::Token), of(Unit::Source));
                 let optimum = replicas.level(&loads) as f64;
                 divided.add([optimum / mean, most(&token) / mean, most(&source) / mean]);
+                let none = Replicas::none(&owners, ranks, 1);
+                let none = Shares::split(group, &none, &nodes, Unit::Token);
+                crossed.add([&none, &token, &source].map(|shares| crossing(shares, &nodes)));
                 time.add([choice, cut, whole]);
             }
         }
@@ -128,6 +144,7 @@ fn main() {
         micro.print("by the micro-batch before");
         past.print("by 250 iterations before");
         divided.print("optimum, tokens, sources");
+        crossed.print("leave: none, tokens, sources");
         time.print("us: choice, tokens, sources");
     }
 }

@@ -31,7 +31,7 @@ const HYSTERESIS: u128 = 20;
 /// thousands of times, in each of tens of layers, and none of these may move by chance.
 const DEVIATIONS: u64 = 4;
 
-/// What tokens, replicas and moves cost. It is fixed for a run, as decisions depend on it.
+/// The cost of tokens, replicas and moves. It is fixed for a run, as decisions depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Price {
@@ -92,8 +92,8 @@ impl Balance {
         Balance { step: 0, steps, price, layers: orders.iter().map(layer).collect() }
     }
 
-    /// Every layer has valid replicas, and loads that can be counted. What was read from a file is
-    /// asked this first.
+    /// Every layer has valid replicas, and loads that can be summed. A file's state is checked by
+    /// this first.
     pub fn is_valid(&self) -> bool {
         self.layers.iter().all(|layer| {
             let sum = layer.loads.iter().try_fold(0_u64, |sum, load| sum.checked_add(*load));
@@ -180,7 +180,7 @@ impl LayerBalance {
     }
 }
 
-/// What a placement takes by the loads of a window, and what it takes to get there.
+/// The cost of a placement by the loads of a window, and that of getting there.
 struct Outlook {
     replicas: Replicas,
     /// Tokens of the fullest rank.

@@ -42,7 +42,7 @@ impl Replicas {
     }
 
     /// Every owner is a rank, every rank has as many slots, and no rank has two copies of an
-    /// expert. What was read from a file is asked this first.
+    /// expert. A file's replicas are checked by this first.
     pub fn is_valid(&self) -> bool {
         let of = |rank: u32| self.pairs().filter(move |(at, _)| *at == rank).map(|pair| pair.1);
         let once = (0..self.ranks).all(|rank| {

@@ -11,7 +11,7 @@ use crate::flow::{Copies, Flow};
 use crate::replicas::Replicas;
 use std::cmp::Reverse;
 
-/// What stays together on its way to an expert.
+/// The smallest amount of tokens that goes to one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Tokens go one by one, so the fullest rank has the optimum.

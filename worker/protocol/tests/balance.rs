@@ -40,7 +40,7 @@ fn balance(experts: usize, ranks: u32, spare: u32, steps: u64, price: Price) -> 
     Balance::new(&[(0..experts as u32).collect()], ranks, spare, steps, price)
 }
 
-/// What moves in `steps` steps in which each of `tokens` chooses an expert by `weights`.
+/// Changes of `steps` steps in which each of `tokens` chooses an expert by `weights`.
 fn changes(
     balance: &mut Balance,
     draw: &mut Draw,
