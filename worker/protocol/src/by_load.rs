@@ -60,6 +60,15 @@ impl<'a> Loads<'a> {
     }
 }
 
+/// The rank that each expert has by its place in an order, `[E]`.
+pub fn owners(order: &[u32], ep: u32) -> Vec<u32> {
+    let mut owners = vec![0; order.len()];
+    for (rank, run) in (0..).zip(runs(order.len(), ep)) {
+        order[run].iter().for_each(|expert| owners[*expert as usize] = rank);
+    }
+    owners
+}
+
 /// Experts of each rank, by place in an order.
 fn runs(experts: usize, ep: u32) -> impl Iterator<Item = std::ops::Range<usize>> {
     let run = move |at| split(experts as u32, ep, at);

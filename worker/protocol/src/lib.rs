@@ -7,6 +7,8 @@
 //! Mesh --coord()/rank()--> who is where; --micro_batches()--> whose rows  mesh
 //! Layout { Mesh, Placement } --Holders, Owners, Buckets--> whose each element is  layout, owners,
 //!                                                                         buckets
+//! loads by expert --Replicas--> copies in spare slots; --Shares--> who computes which tokens;
+//! --Balance--> when that changes                    by_load, replicas, flow, shares, balance
 //! Rails { nodes x places of a group } --> who sends what to whom, whose rows lie where    rails
 //! Wire x kind of activations --Formats--> what rows that travel consist of              formats
 //! Zero x passes of a round --Turns--> which dense buckets are whole, where and when         zero
@@ -29,6 +31,10 @@ pub mod flops;
 pub mod router;
 pub mod layout;
 pub mod by_load;
+pub mod replicas;
+pub mod flow;
+pub mod shares;
+pub mod balance;
 pub mod rows;
 pub mod owners;
 pub mod buckets;

@@ -1,18 +1,58 @@
 //! See [`crate::GatedMul`].
 
-use crate::cpu::{CpuDevice, ELEMENTS_PER_JOB};
+use crate::cpu::{CpuDevice, ELEMENTS_PER_JOB, ROWS_PER_JOB};
 use crate::cpu::activation::{Gate, Gelu, Relu, Silu};
 use crate::cpu::exec::lanes_fn;
 use crate::cpu::float::Float;
 use crate::cpu::isa::Isa;
 use crate::ops::elementwise::op::{
-    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, InitNormal, Sum,
+    Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, GatherRows, InitNormal, ScatterSum,
+    Sum,
 };
+use crate::ops::mixture::cpu::place::{add_first, weighted_sum};
 use crate::ops::norm::cpu::add_to;
 use crate::philox::normals;
-use crate::types::Activation;
+use crate::types::{Activation, NO_EXPERT};
 
 impl CpuDevice {
+    pub fn gather_rows<T: Float>(&mut self, op: &GatherRows) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let index: &[u32] = views.read(op.index);
+        let y: &mut [T] = views.write(op.y);
+        assert_eq!((index.len(), y.len()), (op.rows, op.rows * op.dim), "{op:?}");
+        let jobs = y.chunks_mut(ROWS_PER_JOB * op.dim).zip(index.chunks(ROWS_PER_JOB)).collect();
+        exec.run(jobs, op.rows * op.dim, |(y, index)| {
+            for (y, row) in y.chunks_exact_mut(op.dim).zip(index) {
+                match *row {
+                    NO_EXPERT => y.fill(T::ZERO),
+                    row => y.copy_from_slice(&x[row as usize * op.dim..][..op.dim]),
+                }
+            }
+        });
+    }
+
+    pub fn scatter_sum<T: Float>(&mut self, op: &ScatterSum) {
+        let (mut views, exec) = self.split();
+        let x: &[T] = views.read(op.x);
+        let pos: &[u32] = views.read(op.pos);
+        let out: &mut [T] = views.write(op.out);
+        assert_eq!((pos.len(), out.len()), (op.tokens * op.top_k, op.tokens * op.dim), "{op:?}");
+        let jobs = out.chunks_mut(ROWS_PER_JOB * op.dim).zip(pos.chunks(ROWS_PER_JOB * op.top_k));
+        exec.run(jobs.collect(), op.top_k * op.tokens * op.dim, |(out, pos)| {
+            let ones = vec![T::ONE; op.top_k];
+            let mut sum = vec![T::ZERO; op.dim];
+            for (out, pos) in out.chunks_exact_mut(op.dim).zip(pos.chunks_exact(op.top_k)) {
+                if op.accumulate {
+                    weighted_sum::<T>(exec.isa, x, pos, &ones, &mut sum);
+                    add_first::<T>(exec.isa, &sum, out);
+                } else {
+                    weighted_sum::<T>(exec.isa, x, pos, &ones, out);
+                }
+            }
+        });
+    }
+
     pub(crate) fn sum<T: Float>(&mut self, op: &Sum) {
         self.copy(op.a, op.out);
         self.add::<T>(&Add { a: op.out, b: op.b });

@@ -9,7 +9,6 @@ use crate::cpu::{CpuDevice, ROWS_PER_JOB};
 use crate::cpu::exec::lanes_fn;
 use crate::cpu::float::Float;
 use crate::cpu::isa::Isa;
-use crate::ops::elementwise::op::{GatherRows, ScatterSum};
 use crate::types::NO_EXPERT;
 
 /// Sorts the slots (token, k) by expert, then token: row order of the expert products. Empty slots
@@ -97,23 +96,6 @@ impl CpuDevice {
         }
     }
 
-    pub fn gather_rows<T: Float>(&mut self, op: &GatherRows) {
-        let (mut views, exec) = self.split();
-        let x: &[T] = views.read(op.x);
-        let index: &[u32] = views.read(op.index);
-        let y: &mut [T] = views.write(op.y);
-        assert_eq!((index.len(), y.len()), (op.rows, op.rows * op.dim), "{op:?}");
-        let jobs = y.chunks_mut(ROWS_PER_JOB * op.dim).zip(index.chunks(ROWS_PER_JOB)).collect();
-        exec.run(jobs, op.rows * op.dim, |(y, index)| {
-            for (y, row) in y.chunks_exact_mut(op.dim).zip(index) {
-                match *row {
-                    NO_EXPERT => y.fill(T::ZERO),
-                    row => y.copy_from_slice(&x[row as usize * op.dim..][..op.dim]),
-                }
-            }
-        });
-    }
-
     pub fn scatter_rows<T: Float>(&mut self, op: &ScatterRows) {
         let (mut views, _) = self.split();
         let x: &[T] = views.read(op.x);
@@ -150,32 +132,11 @@ impl CpuDevice {
             }
         });
     }
-
-    pub fn scatter_sum<T: Float>(&mut self, op: &ScatterSum) {
-        let (mut views, exec) = self.split();
-        let x: &[T] = views.read(op.x);
-        let pos: &[u32] = views.read(op.pos);
-        let out: &mut [T] = views.write(op.out);
-        assert_eq!((pos.len(), out.len()), (op.tokens * op.top_k, op.tokens * op.dim), "{op:?}");
-        let jobs = out.chunks_mut(ROWS_PER_JOB * op.dim).zip(pos.chunks(ROWS_PER_JOB * op.top_k));
-        exec.run(jobs.collect(), op.top_k * op.tokens * op.dim, |(out, pos)| {
-            let ones = vec![T::ONE; op.top_k];
-            let mut sum = vec![T::ZERO; op.dim];
-            for (out, pos) in out.chunks_exact_mut(op.dim).zip(pos.chunks_exact(op.top_k)) {
-                if op.accumulate {
-                    weighted_sum::<T>(exec.isa, x, pos, &ones, &mut sum);
-                    add_first::<T>(exec.isa, &sum, out);
-                } else {
-                    weighted_sum::<T>(exec.isa, x, pos, &ones, out);
-                }
-            }
-        });
-    }
 }
 
 lanes_fn! {
 /// out = sum over slots of weight * row, from zero in slot order
-fn weighted_sum<T: Float>(x: &[T], pos: &[u32], weights: &[T], out: &mut [T]) {
+pub(crate) fn weighted_sum<T: Float>(x: &[T], pos: &[u32], weights: &[T], out: &mut [T]) {
     let dim = out.len();
     out.fill(T::ZERO);
     for (row, weight) in pos.iter().zip(weights).filter(|(row, _)| **row != NO_EXPERT) {
@@ -188,7 +149,7 @@ fn weighted_sum<T: Float>(x: &[T], pos: &[u32], weights: &[T], out: &mut [T]) {
 }
 
 lanes_fn! {
-fn add_first<T: Float>(first: &[T], out: &mut [T]) {
+pub(crate) fn add_first<T: Float>(first: &[T], out: &mut [T]) {
     for (out, first) in out.iter_mut().zip(first) {
         *out = *first + *out;
     }
