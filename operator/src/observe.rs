@@ -82,6 +82,8 @@ impl PodSeen {
         match &self.worker {
             _ if self.finished => None,
             None => Some((node?, Weight::Other(&self.requests))),
+            // It gives its node back at once.
+            Some(worker) if worker.is_placeholder() => None,
             Some(worker) => {
                 Some((node.or(worker.meant_for.as_deref())?, Weight::Worker(&worker.owner)))
             }

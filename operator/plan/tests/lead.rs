@@ -68,7 +68,7 @@ fn a_turn_is_wanted_where_something_has_come_and_not_for_what_changes_nothing() 
     let now = world.now;
     let granted = |names: &[&str], why: &str| {
         let nodes = names.iter().map(|name| Node::good(name)).collect();
-        Event::Granted(Granted { nodes, why: why.to_string(), fabric: None })
+        Event::Granted(Granted { nodes, why: why.to_string(), ..Granted::default() })
     };
     let heartbeat = || {
         Up::Heartbeat(Heartbeat {

@@ -226,7 +226,7 @@ impl Field {
             job.on(Event::Pod(Box::new(pod)), NOW);
         }
         let nodes = ["n0", "n1", "n2"].map(node).to_vec();
-        job.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }), NOW);
+        job.on(Event::Granted(Granted { nodes, ..Granted::default() }), NOW);
         let (writes, configured) = Default::default();
         Field { job, now: NOW, gang, step: 40, writes, configured }
     }

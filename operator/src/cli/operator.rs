@@ -53,6 +53,10 @@ pub struct OperatorArgs {
     /// lost.
     #[arg(long, default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     pub list_every: u32,
+    /// Pods of all jobs together, at most, that show autoscalers which nodes are missing; 0 makes
+    /// none.
+    #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(..=4096))]
+    pub placeholders: u32,
     /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that
     /// ask for the GPUs all the same (docs/testing.md).
     #[arg(long, env = "MOEJOB_STAND_IN", hide = true)]
@@ -120,6 +124,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         keyring: keyring.id(),
         stand_in: args.stand_in,
         profiles: Arc::default(),
+        placeholders_max: args.placeholders,
     };
     let secret = |source| OperatorError::Secret {
         namespace: args.namespace.clone(),

@@ -50,7 +50,7 @@ impl Controller {
                 let over = job.job.is_at_rest().then(|| Digest::of(&after)).flatten();
                 job.job.on(Event::Spec(Box::new(after)), now);
                 // What is known of it beside that is not needed any more.
-                if let Some(digest) = over.filter(|_| !self.cluster.has_workers(&owner)) {
+                if let Some(digest) = over.filter(|_| !self.cluster.has_pods(&owner)) {
                     self.jobs.remove(&owner);
                     self.memory.forget(&owner);
                     self.finish(owner, digest);
@@ -91,7 +91,7 @@ impl Controller {
             job.job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
             return job.job.on(Event::Spec(Box::new(seen)), now);
         }
-        match Digest::of(&seen).filter(|_| !self.cluster.has_workers(&owner)) {
+        match Digest::of(&seen).filter(|_| !self.cluster.has_pods(&owner)) {
             Some(digest) => self.finish(owner, digest),
             None => {
                 self.finished.remove(&owner);

@@ -21,6 +21,7 @@ mod objects;
 mod outbox;
 mod place;
 mod pairs;
+mod placeholders;
 mod pods;
 mod refusals;
 mod report;
@@ -48,7 +49,7 @@ use crate::allocate::{Claim, Granted};
 use crate::decide::Action;
 use crate::engines::Engines;
 use crate::observed::{Millis, Record};
-use crate::pods::{Birth, Surroundings};
+use crate::pods::{Birth, Surroundings, placeholder_number};
 use crate::preflight::{News, Passes};
 use crate::record::{GangPods, Rest};
 use crate::track::{Recovery, Tracker};
@@ -131,6 +132,13 @@ pub struct WorkerPod {
     pub unschedulable: Option<String>,
 }
 
+impl WorkerPod {
+    /// It stands for a node that is missing, and no worker is in it.
+    pub fn is_placeholder(&self) -> bool {
+        placeholder_number(&self.name).is_some()
+    }
+}
+
 /// What all jobs of an operator share.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Operator {
@@ -146,6 +154,8 @@ pub struct Operator {
     pub stand_in: bool,
     /// The kinds of machine that jobs may name.
     pub profiles: Arc<Profiles>,
+    /// Pods of all jobs together, at most, that stand for nodes which are missing.
+    pub placeholders_max: u32,
 }
 
 /// What a stream says of a worker.
@@ -256,6 +266,8 @@ pub enum Origin {
     Policy(i64),
     Budget(i64),
     Event,
+    /// A pod that stands for a node which is missing, by its name.
+    Placeholder(String),
     /// A pod's deletion, by its name.
     Deletion(String),
     Expiry,
@@ -353,6 +365,7 @@ pub struct JobLoop {
     spec: spec::Spec,
     tracker: Tracker,
     pods: pods::Pods,
+    placeholders: placeholders::Placeholders,
     outbox: outbox::Outbox,
     report: report::Report,
     refusals: refusals::Refusals,
@@ -415,6 +428,7 @@ impl JobLoop {
             spec: spec::Spec::default(),
             tracker,
             pods: pods::Pods::default(),
+            placeholders: placeholders::Placeholders::default(),
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::restore(saved.more.refused),

@@ -368,7 +368,14 @@ impl JobLoop {
             planned.reason = reasons::WORKERS_DO_NOT_START.to_string();
             planned.message = troubles.join("\n");
         } else if !self.granted.why.is_empty() {
-            planned.message = format!("{}; {}", self.granted.why, planned.message);
+            let shown = match self.placeholders.count() {
+                0 => String::new(),
+                1 => "; a placeholder pod shows autoscalers the node that it lacks".to_string(),
+                some => {
+                    format!("; {some} placeholder pods show autoscalers the nodes that it lacks")
+                }
+            };
+            planned.message = format!("{}{shown}; {}", self.granted.why, planned.message);
         }
     }
 

@@ -90,6 +90,12 @@ impl JobLoop {
                     self.event(true, "ObjectNotApplied", note, now);
                 }
             }
+            (Origin::Placeholder(name), Err(error)) => {
+                self.placeholders.refused(&name, now);
+                if error.kind != WriteErrorKind::Exists {
+                    self.event(true, "PlaceholderNotCreated", error.message, now);
+                }
+            }
             (Origin::Deletion(name), Err(error)) => {
                 self.pods.delete_failed(&name, now);
                 let note = format!("{name} is not deleted yet: {}", error.message);

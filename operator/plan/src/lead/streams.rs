@@ -40,8 +40,9 @@ impl JobLoop {
         match event {
             Event::Spec(seen) => self.on_spec(&seen, now),
             Event::Granted(granted) => {
-                let same =
-                    granted.nodes == self.granted.nodes && granted.why == self.granted.why;
+                let same = granted.nodes == self.granted.nodes
+                    && granted.why == self.granted.why
+                    && granted.missing == self.granted.missing;
                 self.dirty |= !same;
                 self.granted = granted;
             }
@@ -52,12 +53,18 @@ impl JobLoop {
                     let kubelets = pod.trouble.as_mut().into_iter().chain(&mut pod.unschedulable);
                     kubelets.chain(how).for_each(plain);
                 }
+                if pod.is_placeholder() {
+                    return self.placeholders.see(*pod, now);
+                }
                 let name = pod.name.clone();
                 self.pods.see(*pod, now);
                 self.pod_or_wait(name, now);
             }
             Event::PodGone(name) => {
                 self.dirty = true;
+                if self.placeholders.lose(&name) {
+                    return;
+                }
                 self.pods.lose(&name);
                 self.pod_or_wait(name, now);
             }

@@ -35,6 +35,7 @@ impl JobLoop {
                 false => self.requeue = None,
             }
             self.ensure_objects(now);
+            self.stand_in_for_nodes(now);
             self.report_status(now);
             self.tell_passes();
         }
@@ -57,6 +58,7 @@ impl JobLoop {
             self.expires.filter(|_| !self.outbox.busy),
             self.refusals.due(),
             self.objects.due(),
+            self.placeholders.due(self.missing(), now),
         ];
         dues.into_iter().flatten().min()
     }
