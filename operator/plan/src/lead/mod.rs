@@ -13,6 +13,7 @@
 mod crowd;
 mod demands;
 mod digest;
+mod drains;
 mod event_log;
 mod fence;
 mod gang_pods;
@@ -282,9 +283,9 @@ pub enum Write {
     /// On the version of the job that was seen last.
     Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
     /// Made where it is missing, brought up to date where it is the job's own, and left alone where
-    /// it is not. An object of `before`, as releases before named it, goes if it is the job's own.
-    /// What is `fresh` nobody is known to have made: it is looked at only where there is one.
-    Ensure { job: JobName, object: Value, fresh: bool, before: Option<String> },
+    /// it is not. What is `fresh` nobody is known to have made: it is looked at only where there is
+    /// one.
+    Ensure { job: JobName, object: Value, fresh: bool },
     DeleteJob(JobName),
     /// In `namespace`, which is the job's own unless it cannot be written there.
     Event { job: JobName, namespace: String, warning: bool, reason: String, note: String },
@@ -366,6 +367,7 @@ pub struct JobLoop {
     tracker: Tracker,
     pods: pods::Pods,
     placeholders: placeholders::Placeholders,
+    drains: drains::Drains,
     outbox: outbox::Outbox,
     report: report::Report,
     refusals: refusals::Refusals,
@@ -429,6 +431,7 @@ impl JobLoop {
             tracker,
             pods: pods::Pods::default(),
             placeholders: placeholders::Placeholders::default(),
+            drains: drains::Drains::default(),
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::restore(saved.more.refused),

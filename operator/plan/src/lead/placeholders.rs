@@ -89,6 +89,11 @@ impl Placeholders {
         self.known.values().filter(|of| of.stands()).count()
     }
 
+    /// One of them is there, or is on its way out.
+    pub fn any(&self) -> bool {
+        !self.known.is_empty()
+    }
+
     /// When to look again.
     pub fn due(&self, missing: u32, now: Millis) -> Option<Millis> {
         let lacks = self.count() < missing as usize;

@@ -48,7 +48,9 @@ pub(super) fn figures(figures: &Figures) -> String {
         ("dropped", figures.dropped_tokens),
     ];
     let known = numbers.iter().filter_map(|(name, of)| Some(format!(", {name} {}", (*of)?)));
-    let known: String = known.collect();
+    let late = [("checkpoints", figures.checkpoint_degraded), ("data", figures.data_degraded)];
+    let late = late.iter().filter(|(_, is)| *is).map(|(what, _)| format!(", {what} are late"));
+    let known: String = known.chain(late).collect();
     let places = figures.ranks.iter().map(|place| format!("; {place:?}")).collect::<String>();
     let lost = figures.engines_lost.len();
     format!(
@@ -104,14 +106,12 @@ pub(super) fn words(write: &Write) -> String {
                 lost.collect::<String>()
             )
         }
-        Write::Ensure { object, fresh, before, .. } => {
+        Write::Ensure { object, fresh, .. } => {
             let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
             let (kind, name) = (text(&object["kind"]), text(&object["metadata"]["name"]));
-            let before = before.as_ref().map(|name| format!(" in place of {name}"));
-            let before = before.unwrap_or_default();
             // Any other one is made without a look.
             let looks = if *fresh { "" } else { ", looked at first" };
-            format!("{kind} {name}{before}{looks}")
+            format!("{kind} {name}{looks}")
         }
         Write::DeleteJob(job) => format!("no job {}", job.name),
         Write::Event { namespace, reason, note, .. } => {
