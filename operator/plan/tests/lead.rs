@@ -326,6 +326,21 @@ fn a_job_that_is_over_is_known_by_its_digest() {
     not(|seen| seen.status = Value::Null, "nothing is known", &mut world);
 }
 
+/// A worker of another release refuses a checkpoint whose hash it has not made itself, and that
+/// ends the job: a gang that runs another image than this operator's is told no hash.
+#[test]
+fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
+    for (own, told) in [("own:2", false), ("own:1", true)] {
+        let mut world = world("job min=2 max=2|grant n0 n1 n2|written Policy|written pod");
+        run(&mut world, "pod a-a1-0 n0 running|pod a-a1-1 n1 running|open a-a1-0|open a-a1-1");
+        run(&mut world, "written status|step a-a1-0 1|written all");
+        run(&mut world, &format!("leader 2 own={own}|pod a-a1-0 n0 runs own:1|open a-a1-0"));
+        run(&mut world, "open a-a1-1|grant n0 n1 n2|written all|gone a-a1-1|left a-a1-0");
+        run(&mut world, "written all|pod a-a1-2 n1 running|open a-a1-2|written all|written all");
+        assert_eq!(world.hashes, [true, true, told, told], "{own}");
+    }
+}
+
 /// Its text may be large, and a tenant may have thousands of them.
 #[test]
 fn an_invalid_job_is_known_by_its_digest_once_that_is_said() {

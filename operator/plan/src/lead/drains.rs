@@ -1,5 +1,6 @@
 //! Nodes that are to be drained and whose worker cannot leave: the job has no other node, and its
-//! disruption budget refuses to end the pod. Whoever drains sees an eviction that is tried for ever.
+//! disruption budget refuses to end the pod. Whoever drains sees an eviction that is tried again
+//! and again.
 
 use super::{ByName, JobLoop};
 use crate::observed::Millis;

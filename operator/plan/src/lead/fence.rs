@@ -1,5 +1,5 @@
-//! A job whose record is not understood, or that another operator leads: nothing is done for it, and
-//! its record stays as it is.
+//! A job whose record is not understood, or that another operator leads: nothing is done for it,
+//! and its record stays as it is.
 //!
 //! Its pods may train, its attempt number may be higher than anything that is known: whoever
 //! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,

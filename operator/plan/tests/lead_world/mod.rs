@@ -54,6 +54,8 @@ pub struct World {
     /// The status as it was shown last.
     shown: Vec<String>,
     granted: Vec<Node>,
+    /// Whether each configuration held its worker to the hash of the spec.
+    pub hashes: Vec<bool>,
 }
 
 impl Default for World {
@@ -88,6 +90,7 @@ impl Default for World {
             told: Vec::new(),
             shown: Vec::new(),
             granted: Vec::new(),
+            hashes: Vec::new(),
         }
     }
 }
@@ -535,6 +538,7 @@ impl World {
             Effect::Link(Link::Configure { name, rank, config }) => {
                 let member = (config.attempt, config.digest.clone(), rank);
                 self.members.insert(name.clone(), member);
+                self.hashes.push(!config.checkpoint.spec_hash.is_empty());
                 format!("configure {name} as rank {rank} of attempt {}", config.attempt)
             }
             Effect::Link(Link::HeartbeatTimeout(_) | Link::Ranks(_)) => return,
