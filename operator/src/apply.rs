@@ -172,10 +172,7 @@ impl Writer {
             Write::Status { job, resource_version, status } => {
                 self.write_status(&job, &resource_version, &status).await
             }
-            Write::Ensure { job, object, fresh, before } => {
-                if let Some(before) = before {
-                    self.remove_ours(&job, &object, &before).await?;
-                }
+            Write::Ensure { job, object, fresh } => {
                 if fresh {
                     match self.make(&object).await {
                         Err(ApplyError::Exists) => {}
@@ -250,19 +247,6 @@ impl Writer {
     async fn make(&self, object: &Value) -> Applied {
         let (api, _) = self.object(object);
         self.create(api.resource_url(), object).await
-    }
-
-    /// An object of the same kind under a name that releases before gave it.
-    async fn remove_ours(&self, job: &JobName, object: &Value, name: &str) -> Applied {
-        let (api, new) = self.object(object);
-        if new == name {
-            return Ok(None);
-        }
-        let Some(present) = api.get_opt(name).await? else { return Ok(None) };
-        let Some(uid) = present.metadata.uid.clone().filter(|_| is_of(&present, job)) else {
-            return Ok(None);
-        };
-        delete(&api, name, &deletion(uid)).await
     }
 
     fn object(&self, value: &Value) -> (Api<DynamicObject>, String) {

@@ -93,7 +93,7 @@ pub struct Controller {
     done: (mpsc::Sender<Done>, mpsc::Receiver<Done>),
     cluster: Cluster,
     jobs: HashMap<Owner, Crew>,
-    /// Those that are over.
+    /// Those that are over, or Invalid.
     finished: HashMap<Owner, Digest>,
     /// Those that are to be judged.
     judging: Judging,
@@ -261,7 +261,8 @@ impl Controller {
             (self.stale, self.begun) = (false, true);
             self.allocate(now);
         }
-        let mut sent = Vec::new();
+        self.take_back(now);
+        let (mut sent, mut invalid) = (Vec::new(), Vec::new());
         // One begins only where a job has something to do, so a heartbeat alone is no reason to
         // look at the workers of all jobs.
         let looks = self.crowd || self.jobs.values().any(|job| job.is_to_turn(now));
@@ -273,6 +274,13 @@ impl Controller {
             }
             job.job.on(Event::Api { heard: self.heard_of_api }, now);
             self.stale |= job.turn(&mut self.memory, &mut sent, owner, now);
+            invalid.extend(job.job.digest_of_invalid().map(|of| (Owner::clone(owner), of)));
+        }
+        for (owner, digest) in invalid {
+            if !self.cluster.has_pods(&owner) {
+                self.jobs.remove(&owner);
+                self.finish(owner, digest);
+            }
         }
         if self.orphans.due().is_none_or(|at| at <= now) {
             let owners: HashSet<Owner> = self.cluster.jobs.values().map(JobText::owner).collect();
@@ -302,6 +310,7 @@ impl Controller {
         let held = self.cluster.held().collect();
         let demands = lead::demands(jobs, held, |class| self.cluster.priority(class));
         self.allocation = allocate(ground, &demands, &self.memory, now);
+        self.allocation.bound_missing(&demands, self.operator.placeholders_max);
         for (owner, job) in &mut self.jobs {
             let granted = self.allocation.jobs.get(&**owner).cloned().unwrap_or_default();
             job.job.on(Event::Granted(granted), now);

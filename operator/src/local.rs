@@ -127,7 +127,7 @@ impl Runner {
         let nodes = (0..job.job.nodes.max + job.job.nodes.spares).map(|index| {
             Node::good(&format!("node-{index}"))
         });
-        let granted = Granted { nodes: nodes.collect(), why: String::new(), fabric: None };
+        let granted = Granted { nodes: nodes.collect(), ..Granted::default() };
         let done = stored.as_ref().map_or(0, |stored| stored.step);
         let jump = identity::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();

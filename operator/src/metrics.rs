@@ -239,7 +239,7 @@ fn quoted(text: &str) -> String {
 
 fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone) {
     type Figure = fn(&JobFigures) -> Option<f64>;
-    let gauges: [(&str, &str, Figure); 8] = [
+    let gauges: [(&str, &str, Figure); 10] = [
         ("moejob_step", "Steps done.", |job| Some(job.step as f64)),
         ("moejob_loss", "Cross-entropy of the newest step.", |job| job.loss),
         ("moejob_tokens_per_second", "Of the newest step.", |job| job.tokens_per_second),
@@ -248,6 +248,12 @@ fn jobs<'a>(out: &mut String, jobs: impl Iterator<Item = &'a JobFigures> + Clone
         ("moejob_dropped_tokens", "Share of choices without room.", |job| job.dropped_tokens),
         ("moejob_nodes_ready", "Nodes with a rank.", |job| Some(job.nodes_ready.into())),
         ("moejob_nodes_desired", "Nodes wanted.", |job| Some(job.nodes_desired.into())),
+        ("moejob_checkpoint_degraded", "1 while storage takes no checkpoint.", |job| {
+            Some(u8::from(job.checkpoint_degraded).into())
+        }),
+        ("moejob_data_degraded", "1 while data do not come.", |job| {
+            Some(u8::from(job.data_degraded).into())
+        }),
     ];
     let labels = |job: &JobFigures| {
         format!("namespace={},job={}", quoted(&job.namespace), quoted(&job.name))

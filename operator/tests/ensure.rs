@@ -51,10 +51,6 @@ impl Server {
                 objects.insert(name, body.clone());
                 (200, body.clone())
             }
-            "DELETE" if body["preconditions"]["uid"] == present["metadata"]["uid"] => {
-                objects.remove(&name);
-                (200, present)
-            }
             _ => refused(409, "Conflict"),
         }
     }
@@ -101,29 +97,28 @@ fn asked_for() -> Value {
     object
 }
 
-async fn ensure(writer: &Writer, before: Option<&str>) -> Written {
-    write(writer, false, before).await
+async fn ensure(writer: &Writer) -> Written {
+    write(writer, false).await
 }
 
-async fn write(writer: &Writer, fresh: bool, before: Option<&str>) -> Written {
+async fn write(writer: &Writer, fresh: bool) -> Written {
     let job = JobName { namespace: "team".into(), name: "a".into(), uid: "uid".into() };
-    let before = before.map(str::to_string);
-    let writes = vec![(Origin::Event, Write::Ensure { job, object: asked_for(), fresh, before })];
+    let writes = vec![(Origin::Event, Write::Ensure { job, object: asked_for(), fresh })];
     writer.write_all(&owner("team", "uid"), writes).await.pop().expect("one result").1
 }
 
 #[tokio::test]
 async fn what_is_missing_is_made_and_what_is_right_is_left_alone() {
     let (server, writer) = Server::start(&[]).await;
-    assert_eq!(ensure(&writer, None).await, Ok(None));
+    assert_eq!(ensure(&writer).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a", "POST moejob-a"]);
     assert_eq!(server.object("moejob-a").expect("made")["spec"], asked_for()["spec"]);
-    assert_eq!(ensure(&writer, None).await, Ok(None));
+    assert_eq!(ensure(&writer).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a"]);
     // The API server has filled in defaults.
     let more = json!({ "podSelector": {}, "ingress": [{ "x": 1 }], "policyTypes": ["Ingress"] });
     let (server, writer) = Server::start(&[policy("moejob-a", "uid", more)]).await;
-    assert_eq!(ensure(&writer, None).await, Ok(None));
+    assert_eq!(ensure(&writer).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a"]);
 }
 
@@ -131,13 +126,13 @@ async fn what_is_missing_is_made_and_what_is_right_is_left_alone() {
 #[tokio::test]
 async fn what_nobody_has_made_is_made_without_a_look() {
     let (server, writer) = Server::start(&[]).await;
-    assert_eq!(write(&writer, true, None).await, Ok(None));
+    assert_eq!(write(&writer, true).await, Ok(None));
     assert_eq!(server.asked(), ["POST moejob-a"]);
-    assert_eq!(write(&writer, true, None).await, Ok(None));
+    assert_eq!(write(&writer, true).await, Ok(None));
     assert_eq!(server.asked(), ["POST moejob-a", "GET moejob-a"]);
     let admins = policy("moejob-a", "another", json!({ "podSelector": {}, "ingress": [] }));
     let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
-    let error = write(&writer, true, None).await.expect_err("not ours");
+    let error = write(&writer, true).await.expect_err("not ours");
     assert_eq!(error.kind, WriteErrorKind::NotOurs);
     assert_eq!(server.asked(), ["POST moejob-a", "GET moejob-a"]);
     assert_eq!(server.object("moejob-a"), Some(admins));
@@ -147,7 +142,7 @@ async fn what_nobody_has_made_is_made_without_a_look() {
 async fn the_jobs_own_is_replaced_on_the_version_that_was_seen() {
     let other = policy("moejob-a", "uid", json!({ "podSelector": {}, "ingress": [] }));
     let (server, writer) = Server::start(&[other]).await;
-    assert_eq!(ensure(&writer, None).await, Ok(None));
+    assert_eq!(ensure(&writer).await, Ok(None));
     assert_eq!(server.asked(), ["GET moejob-a", "PUT moejob-a"]);
     let now = server.object("moejob-a").expect("there");
     assert_eq!(now["spec"], asked_for()["spec"]);
@@ -158,23 +153,9 @@ async fn the_jobs_own_is_replaced_on_the_version_that_was_seen() {
 async fn what_is_not_the_jobs_is_neither_changed_nor_removed() {
     let admins = policy("moejob-a", "another", json!({ "podSelector": {}, "ingress": [] }));
     let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
-    let error = ensure(&writer, None).await.expect_err("not ours");
+    let error = ensure(&writer).await.expect_err("not ours");
     assert_eq!(error.kind, WriteErrorKind::NotOurs);
     assert!(error.message.contains("moejob-a"), "{}", error.message);
     assert_eq!(server.asked(), ["GET moejob-a"]);
     assert_eq!(server.object("moejob-a"), Some(admins));
-    // The same under the name of releases before, which was the job's own.
-    let admins = policy("a", "another", json!({ "podSelector": {} }));
-    let (server, writer) = Server::start(std::slice::from_ref(&admins)).await;
-    assert_eq!(ensure(&writer, Some("a")).await, Ok(None));
-    assert_eq!(server.asked(), ["GET a", "GET moejob-a", "POST moejob-a"]);
-    assert_eq!(server.object("a"), Some(admins));
-}
-
-#[tokio::test]
-async fn an_object_of_releases_before_goes_first() {
-    let (server, writer) = Server::start(&[policy("a", "uid", json!({}))]).await;
-    assert_eq!(ensure(&writer, Some("a")).await, Ok(None));
-    assert_eq!(server.asked(), ["GET a", "DELETE a", "GET moejob-a", "POST moejob-a"]);
-    assert_eq!(server.object("a"), None);
 }

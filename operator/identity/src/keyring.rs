@@ -6,9 +6,6 @@ use k8s_openapi::ByteString;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a seal begins with that covers the pod's namespace.
-const SEAL_VERSION: &str = "v2:";
-
 const DAY_S: i64 = 24 * 3600;
 /// So long before its end an authority gets a successor, which new pods trust as well.
 const SUCCESSOR_S: i64 = 60 * DAY_S;
@@ -128,7 +125,7 @@ impl Keyring {
     /// copies it to a pod of another namespace has a pod without a seal. None of the names holds
     /// a `/`.
     pub fn seal(&self, namespace: &str, job_uid: &str, pod: &str) -> String {
-        format!("{SEAL_VERSION}{}", self.hash(&format!("v2/{namespace}/{job_uid}/{pod}")))
+        self.hash(&format!("{namespace}/{job_uid}/{pod}"))
     }
 
     /// Names the key of the seals without telling it: a record says by which its pods were sealed.
@@ -136,15 +133,9 @@ impl Keyring {
         self.hash("moejob.dev name of this key")[..16].to_string()
     }
 
-    /// Whether the seal of a pod is one of ours. Those of version 1 do not cover the namespace;
-    /// pods that bear one live until their job replaces them, and count only for a job of their
-    /// own namespace (`observe::owner`).
+    /// Whether the seal of a pod is one of ours.
     pub fn is_sealed(&self, seal: &str, namespace: &str, job_uid: &str, pod: &str) -> bool {
-        let expected = match seal.starts_with(SEAL_VERSION) {
-            true => self.seal(namespace, job_uid, pod),
-            false => self.hash(&format!("{job_uid}/{pod}")),
-        };
-        is_same(&expected, seal)
+        is_same(&self.seal(namespace, job_uid, pod), seal)
     }
 
     fn hash(&self, text: &str) -> String {
@@ -197,12 +188,8 @@ mod tests {
         assert!(!keyring.is_sealed(&seal, "a", "other", "pod"));
         assert!(!keyring.is_sealed(&seal, "a", "job", "pod-1"));
         assert!(!Keyring::new().expect("keys").is_sealed(&seal, "a", "job", "pod"));
-        for wrong in ["", "v2:", "v1:", &seal[3..], &seal[..seal.len() - 1]] {
+        for wrong in ["", &seal[3..], &seal[..seal.len() - 1]] {
             assert!(!keyring.is_sealed(wrong, "a", "job", "pod"), "{wrong}");
         }
-        // As version 1 was made: of pods that a release before this one has started.
-        let before = keyring.hash("job/pod");
-        assert!(keyring.is_sealed(&before, "a", "job", "pod"));
-        assert!(!keyring.is_sealed(&before, "a", "job", "pod-1"));
     }
 }

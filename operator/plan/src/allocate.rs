@@ -127,6 +127,29 @@ pub struct Granted {
     pub why: String,
     /// What ranks in this order cost; none where all is on one leaf.
     pub fabric: Option<FabricFacts>,
+    /// Nodes that its least gang lacks, and that no other job is to give it.
+    pub missing: u32,
+}
+
+impl Allocation {
+    /// All jobs together miss so many nodes at most; those that are served first miss theirs first.
+    pub fn bound_missing(&mut self, jobs: &[Demand], most: u32) {
+        let mut left = most;
+        for job in in_order(jobs) {
+            let Some(granted) = self.jobs.get_mut(&job.uid) else { continue };
+            granted.missing = granted.missing.min(left);
+            left -= granted.missing;
+        }
+    }
+}
+
+/// As they are served.
+fn in_order(jobs: &[Demand]) -> Vec<&Demand> {
+    let mut jobs: Vec<&Demand> = jobs.iter().collect();
+    jobs.sort_by(|a, b| {
+        (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
+    });
+    jobs
 }
 
 impl Demand {
@@ -264,10 +287,7 @@ impl Ground {
 
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
 pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
-    let mut jobs: Vec<&Demand> = jobs.iter().collect();
-    jobs.sort_by(|a, b| {
-        (b.priority, a.created, &a.uid).cmp(&(a.priority, b.created, &b.uid))
-    });
+    let jobs = in_order(jobs);
     let mut allocator = Allocator::new(ground, memory, now);
     (0..).zip(&jobs).for_each(|(rank, job)| allocator.hold(rank, job));
     let gangs: Vec<Given> =
@@ -312,6 +332,8 @@ struct Given {
     /// Free nodes that would do as well.
     rest: Vec<usize>,
     why: String,
+    /// Nodes that its least gang lacks, and that no other job is to give it.
+    missing: u32,
 }
 
 impl<'a> Allocator<'a> {
@@ -357,7 +379,7 @@ impl<'a> Allocator<'a> {
         let own = self.own(job);
         let stay: Vec<usize> = own.iter().copied().filter(|at| self.keeps(job, *at)).collect();
         let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
-        let mut given = Given { fits: false, keeps: true, own, new, rest, why };
+        let mut given = Given { fits: false, keeps: true, own, new, rest, why, missing: 0 };
         match &job.barred {
             None => {}
             Some(Barred::Refused) => given.keeps = job.standing == Standing::Running,
@@ -417,10 +439,11 @@ impl<'a> Allocator<'a> {
                     true => self.reserve(job, *least - possible, &ordered),
                     false => String::new(),
                 };
-                let kept = match kept.is_empty() {
+                let (is_given, kept) = match kept.is_empty() {
                     true => self.call_back((rank, job), &stay, &candidates, lacks),
-                    false => kept,
+                    false => (true, kept),
                 };
+                given.missing = if is_given { 0 } else { *least - possible };
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
                     (_, true) => "it keeps what it has",
@@ -545,9 +568,9 @@ impl<'a> Allocator<'a> {
     }
 
     fn grant(&self, job: &Demand, given: Given) -> Granted {
-        let Given { own, new, keeps, why, .. } = given;
+        let Given { own, new, keeps, why, missing, .. } = given;
         if !keeps {
-            return Granted { why, ..Granted::default() };
+            return Granted { why, missing, ..Granted::default() };
         }
         let all: Vec<usize> = own.iter().chain(&new).copied().collect();
         let most = job.sizes.last().copied().unwrap_or(0);
@@ -570,7 +593,7 @@ impl<'a> Allocator<'a> {
             freezes: self.nodes[at].freezes,
             leaf: self.places.part(Level::Leaf, at),
         };
-        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric }
+        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric, missing }
     }
 
     /// Those that make the gang change places among each other, so that ranks in this order cost

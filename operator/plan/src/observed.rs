@@ -10,7 +10,7 @@ use moejob_protocol::config::{Exchange, Member, WorkerConfig};
 use moejob_protocol::layout::Layout;
 use moejob_protocol::message::{Held, LeftReason};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A committed checkpoint.
 pub use moejob_manifest::status::CheckpointStatus as Stored;
@@ -42,6 +42,8 @@ pub struct Observed {
     pub seats: Seats,
     /// Members that wait for their data, or cannot read them at present: reason and message.
     pub late_data: BTreeMap<String, (String, String)>,
+    /// Members whose checkpoints the storage does not take at present.
+    pub late_checkpoints: BTreeSet<String>,
     /// Somebody asked the whole job to end now (Ctrl-C, deletion).
     pub interrupt: bool,
 }
@@ -350,6 +352,7 @@ impl Observed {
             rings: Rings::default(),
             seats: Seats::default(),
             late_data: BTreeMap::new(),
+            late_checkpoints: BTreeSet::new(),
             interrupt: false,
         }
     }

@@ -37,6 +37,9 @@ pub const ANNOTATION_SEAL: &str = "moejob.dev/seal";
 /// it is written. Autoscalers wait no longer by default.
 pub const TERMINATION_GRACE_S: u64 = 600;
 
+/// What stands between a job's name and the number of a placeholder.
+const PLACEHOLDER: &str = "-placeholder-";
+
 /// The user that a worker runs as, the same as the operator's and as in our image.
 const USER: u64 = 65_532;
 /// Memory that a worker takes beside its arena: the program, its threads' stacks, TLS buffers.
@@ -81,8 +84,9 @@ pub struct MemoryMib {
 /// One pod to be made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Birth {
-    /// As the plan named it: `JOB-aATTEMPT-SLOT`.
+    /// As the plan named it: `JOB-aATTEMPT-SLOT`, or `JOB-placeholder-NUMBER`.
     pub name: String,
+    /// A placeholder has none: whatever node fits may come for it.
     pub node: String,
     /// HMAC over namespace, job uid and pod name, as text.
     pub seal: String,
@@ -95,8 +99,26 @@ pub fn attempt_and_slot(name: &str) -> Option<(u32, u32)> {
     Some((attempt.parse().ok()?, slot.parse().ok()?))
 }
 
-/// The pod of one worker. Equal inputs give equal pods.
+/// The name of a pod that stands for a node which is missing.
+pub fn placeholder_name(job: &str, number: u32) -> String {
+    format!("{job}{PLACEHOLDER}{number}")
+}
+
+/// The number of a placeholder; None of any other pod.
+pub fn placeholder_number(name: &str) -> Option<u32> {
+    name.rsplit_once(PLACEHOLDER)?.1.parse().ok()
+}
+
+/// The pod of one worker, or a placeholder by its name. Equal inputs give equal pods.
 pub fn pod(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
+    let pod = worker(job, around, birth);
+    match placeholder_number(&birth.name) {
+        Some(_) => placeholder(pod, job),
+        None => pod,
+    }
+}
+
+fn worker(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     let mut pod = json!({
         "apiVersion": "v1",
         "kind": "Pod",
@@ -139,6 +161,60 @@ pub fn pod(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     }
     merge(&mut pod, &overlay);
     assert_guarantees(&mut pod, job, around, birth);
+    pod
+}
+
+/// What a worker asks of its node, and nothing that it does there. An autoscaler sees that no node
+/// takes the pod, and brings one. Its program ends at once, so that a placeholder gives back the
+/// node that it is put on, also where no operator is left to delete it. It has no priority: the
+/// scheduler would end others' pods for it.
+fn placeholder(mut pod: Value, job: &Job) -> Value {
+    let labels = object(object(&mut pod, "metadata"), "labels");
+    labels["app.kubernetes.io/name"] = json!("moejob-placeholder");
+    if let Some(labels) = labels.as_object_mut() {
+        [LABEL_ATTEMPT, LABEL_SLOT].iter().for_each(|label| drop(labels.remove(*label)));
+    }
+    let spec = object(&mut pod, "spec");
+    if let Some(spec) = spec.as_object_mut() {
+        spec.remove("priorityClassName");
+        spec.remove("preemptionPolicy");
+    }
+    spec["terminationGracePeriodSeconds"] = json!(1);
+    let selector = object(spec, "nodeSelector");
+    for (key, value) in &job.profile.node_selector {
+        if selector[key].is_null() {
+            selector[key] = json!(value);
+        }
+    }
+    let affinity = object(spec, "affinity");
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    if let Some(of_node) = object(affinity, "nodeAffinity").as_object_mut() {
+        of_node.remove(required);
+    }
+    // Whole nodes are given: one that has a worker of whichever job is of no use.
+    let alone = json!({
+        "topologyKey": "kubernetes.io/hostname",
+        "namespaceSelector": {},
+        "labelSelector": { "matchExpressions": [{ "key": LABEL_JOB_UID, "operator": "Exists" }] },
+    });
+    let apart = &mut object(affinity, "podAntiAffinity")[required];
+    match apart.as_array_mut() {
+        Some(terms) => terms.push(alone),
+        None => *apart = json!([alone]),
+    }
+    let claims = spec["volumes"].as_array().into_iter().flatten();
+    let claims = claims.filter(|volume| volume["persistentVolumeClaim"].is_object());
+    spec["volumes"] = claims.cloned().collect();
+    let container = &mut spec["containers"][0];
+    container["args"] = json!(["--version"]);
+    if let Some(container) = container.as_object_mut() {
+        for field in ["env", "envFrom", "volumeMounts", "volumeDevices", "ports", "workingDir"] {
+            container.remove(field);
+        }
+        for field in ["livenessProbe", "readinessProbe", "startupProbe", "lifecycle"] {
+            container.remove(field);
+        }
+    }
     pod
 }
 

@@ -161,6 +161,7 @@ impl Tracker {
                 record.first_lost = None;
                 self.present = Present { last_step: gang.resumed_at, ..Present::default() };
                 self.observed.late_data.clear();
+                self.observed.late_checkpoints.clear();
                 if let Some(recovery) = self.open_recovery() {
                     (recovery.replanned_at, recovery.rejoined_at) = (Some(now), None);
                 }

@@ -302,6 +302,9 @@ fn show(world: &World) -> String {
         if !granted.why.is_empty() {
             writeln!(out, "    # {}", granted.why).expect("a string");
         }
+        if granted.missing > 0 {
+            writeln!(out, "    # nodes missing: {}", granted.missing).expect("a string");
+        }
     }
     if let Some(at) = made.requeue {
         writeln!(out, "  look again in {} ms", at - world.now).expect("a string");

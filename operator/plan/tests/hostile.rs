@@ -129,7 +129,7 @@ proptest! {
 #[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "the test takes the time")]
 fn thousands_of_snapshots_are_looked_through_once() {
     let mut world = World::default();
-    let script = "job min=2 max=2|grant n0 n1|written|written|pod a-a1-0 n0 running|\
+    let script = "job min=2 max=2 steps=60000|grant n0 n1|written|written|pod a-a1-0 n0 running|\
         pod a-a1-1 n1 running|open a-a1-0|open a-a1-1|written|step a-a1-0 1|written all";
     for command in script.split('|') {
         world.run(&command.split_whitespace().collect::<Vec<_>>());

@@ -13,7 +13,7 @@ use moejob_plan::lead::{
 };
 use moejob_plan::observed::Node;
 use moejob_plan::record::RECORD_BYTES_MAX;
-use moejob_protocol::message::{Heartbeat, Phase, Up};
+use moejob_protocol::message::{Heartbeat, Held, LeftReason, Phase, Up};
 use moejob_protocol::report::{Detail, Event as Line, StepReport};
 use serde_json::{Value, json};
 
@@ -68,7 +68,7 @@ fn a_turn_is_wanted_where_something_has_come_and_not_for_what_changes_nothing() 
     let now = world.now;
     let granted = |names: &[&str], why: &str| {
         let nodes = names.iter().map(|name| Node::good(name)).collect();
-        Event::Granted(Granted { nodes, why: why.to_string(), fabric: None })
+        Event::Granted(Granted { nodes, why: why.to_string(), ..Granted::default() })
     };
     let heartbeat = || {
         Up::Heartbeat(Heartbeat {
@@ -230,12 +230,28 @@ fn rates_are_rounded_as_people_read_them() {
 /// What a gang reports while a write is under way is as much as its newest step.
 #[test]
 fn steps_that_wait_make_no_worker_too_loud() {
-    let mut world = world(TWO_TRAIN);
+    let mut world = world(&TWO_TRAIN.replace("max=2|", "max=2 steps=20000|"));
     world.run(&["gone", "a-a1-1"]);
     for step in 2..FRAMES_WAITING_MAX as u64 + 4 {
         world.hear("a-a1-0", 1, said::step_report(step, 1));
     }
     assert_eq!(world.run(&["advance", "1"]), "  look again in 59999 ms\n");
+}
+
+/// They may be as long as a frame may be, and fill the memory before they are many.
+#[test]
+fn frames_that_wait_are_counted_by_their_bytes() {
+    let told = |snapshots: usize| {
+        let mut world = world(TWO_TRAIN);
+        world.run(&["gone", "a-a1-1"]);
+        for _ in 0..1_000 {
+            let held = vec![Held { attempt: 1, step: 1, shards: vec![0] }; snapshots];
+            world.hear("a-a1-0", 1, Up::Left { reason: LeftReason::Asked, held });
+        }
+        world.run(&["advance", "1"])
+    };
+    assert!(!told(1).contains("WorkerTooLoud"));
+    assert!(told(200).contains("WorkerTooLoud"));
 }
 
 /// No leader would read it. What a newer operator has left in it is kept, and may be much.
@@ -308,6 +324,40 @@ fn a_job_that_is_over_is_known_by_its_digest() {
     not(|seen| seen.status["recordMore"] = json!(""), "nobody knows what it had", &mut world);
     not(|seen| seen.status["conditions"] = json!([]), "nobody knows since when", &mut world);
     not(|seen| seen.status = Value::Null, "nothing is known", &mut world);
+}
+
+/// A worker of another release refuses a checkpoint whose hash it has not made itself, and that
+/// ends the job: a gang that runs another image than this operator's is told no hash.
+#[test]
+fn who_may_be_of_another_release_is_not_held_to_this_ones_hash() {
+    for (own, told) in [("own:2", false), ("own:1", true)] {
+        let mut world = world("job min=2 max=2|grant n0 n1 n2|written Policy|written pod");
+        run(&mut world, "pod a-a1-0 n0 running|pod a-a1-1 n1 running|open a-a1-0|open a-a1-1");
+        run(&mut world, "written status|step a-a1-0 1|written all");
+        run(&mut world, &format!("leader 2 own={own}|pod a-a1-0 n0 runs own:1|open a-a1-0"));
+        run(&mut world, "open a-a1-1|grant n0 n1 n2|written all|gone a-a1-1|left a-a1-0");
+        run(&mut world, "written all|pod a-a1-2 n1 running|open a-a1-2|written all|written all");
+        assert_eq!(world.hashes, [true, true, told, told], "{own}");
+    }
+}
+
+/// Its text may be large, and a tenant may have thousands of them.
+#[test]
+fn an_invalid_job_is_known_by_its_digest_once_that_is_said() {
+    let mut world = world("job min=1 max=1 batch=0");
+    assert_eq!(world.job().digest_of_invalid(), None, "its status is not written yet");
+    run(&mut world, "advance 1000|written all");
+    let digest = world.job().digest_of_invalid().expect("all is said");
+    assert!(digest.is_invalid() && digest.due().is_none());
+    assert_eq!(digest.figures.phase, "Invalid");
+    // A good job that was edited into a bad one goes on as it was.
+    let mut edited = self::world(TWO_TRAIN);
+    run(&mut edited, "edit batch=0|written all|advance 20000|written all");
+    assert_eq!(edited.job().digest_of_invalid(), None);
+    // One whose pods a leader before has made is looked after.
+    let mut led = self::world(TWO_TRAIN);
+    run(&mut led, "leader 2 batch=0 more=|advance 20000|written all");
+    assert_eq!(led.job().digest_of_invalid(), None);
 }
 
 /// A leader that had not seen a member's pod yet wrote no uid of it: whatever pod has its name then

@@ -30,6 +30,38 @@ fn job(number: usize, (min, more, priority, has): Drawn, at: &mut u32, nodes: u3
     }
 }
 
+/// Those that are served first show first what they lack, and all of them together no more than is
+/// allowed; what others give back is not missing.
+#[test]
+fn missing_nodes_of_all_jobs_are_bounded_in_the_order_of_the_jobs() {
+    let mut at = 0;
+    // The third runs on two nodes, of which it needs one.
+    let drawn = [(6, 0, 0, 0), (4, 0, 2, 0), (1, 1, 0, 3), (3, 0, 1, 0)];
+    let jobs = drawn.into_iter().enumerate();
+    let jobs: Vec<Demand> = jobs.map(|(of, drawn)| job(of, drawn, &mut at, 2)).collect();
+    let ground = Ground::new((0..2).map(node).collect(), &Keys::default());
+    let missing = |jobs: &[Demand], most: u32| {
+        let mut made = allocate(&ground, jobs, &Memory::default(), 0);
+        made.bound_missing(jobs, most);
+        jobs.iter().map(|job| made.jobs[&job.uid].missing).collect::<Vec<_>>()
+    };
+    assert_eq!(missing(&jobs, 64), [6, 4, 0, 3]);
+    assert_eq!(missing(&jobs, 8), [1, 4, 0, 3]);
+    assert_eq!(missing(&jobs, 5), [0, 4, 0, 1]);
+    assert_eq!(missing(&jobs, 0), [0, 0, 0, 0]);
+    let first = [job(0, (1, 0, 9, 0), &mut 0, 2), jobs[2].clone()];
+    assert_eq!(missing(&first, 64), [0, 0], "called back");
+}
+
+fn node(number: u32) -> ClusterNode {
+    ClusterNode {
+        name: format!("n{number:02}"),
+        ready: true,
+        allocatable: Resources::read(&json!({ "cpu": "4", "pods": "9" })),
+        ..ClusterNode::default()
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, ..ProptestConfig::default() })]
 
@@ -43,12 +75,6 @@ proptest! {
         let mut at = 0;
         let jobs = drawn.into_iter().enumerate();
         let jobs: Vec<Demand> = jobs.map(|(of, drawn)| job(of, drawn, &mut at, nodes)).collect();
-        let node = |number: u32| ClusterNode {
-            name: format!("n{number:02}"),
-            ready: true,
-            allocatable: Resources::read(&json!({ "cpu": "4", "pods": "9" })),
-            ..ClusterNode::default()
-        };
         let ground = Ground::new((0..nodes).map(node).collect(), &Keys::default());
         let made = allocate(&ground, &jobs, &Memory::default(), 0);
         let mut order: Vec<&Demand> = jobs.iter().collect();

@@ -101,6 +101,19 @@ fn an_overlay_adds_and_takes_nothing_away() {
     golden("pod-overlay.json", &pods::pod(&job, &around(), &birth()));
 }
 
+/// It asks of its node what a worker asks, does nothing there, and ends nobody else's pod.
+#[test]
+fn a_placeholder_asks_for_a_node_and_does_nothing_there() {
+    let job = read("profile: ndm-a100-v4, min: 1, max: 4", &format!("{REST}{OVERLAY}"));
+    let name = pods::placeholder_name("olmoe", 3);
+    assert_eq!(pods::placeholder_number(&name), Some(3));
+    for of_workers in ["olmoe-a2-5", "olmoe-placeholder-a2-5", "olmoe-placeholder-3-a2-5"] {
+        assert_eq!(pods::placeholder_number(of_workers), None, "{of_workers}");
+    }
+    let birth = Birth { name, node: String::new(), seal: "5ea1".to_string() };
+    golden("placeholder.json", &pods::pod(&job, &around(), &birth));
+}
+
 /// What the API server makes of it: nothing is lost, so nothing is misspelt.
 #[test]
 fn our_objects_have_no_unknown_fields() {

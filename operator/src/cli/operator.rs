@@ -19,12 +19,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// Between two tries of something at the start.
 const START_PAUSE: Duration = Duration::from_secs(2);
-/// How often the authority's Secret is looked at: whether it is whole, and how old.
-const SECRET_EVERY: Duration = Duration::from_secs(15);
+/// How often the authority's Secret is looked at (whether it is whole, and how old), and the
+/// definition of MoeJobs while this process leads.
+const LOOK_EVERY: Duration = Duration::from_secs(15);
 
 #[derive(Args)]
 pub struct OperatorArgs {
@@ -53,6 +54,10 @@ pub struct OperatorArgs {
     /// lost.
     #[arg(long, default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     pub list_every: u32,
+    /// Pods of all jobs together, at most, that show autoscalers which nodes are missing; 0 makes
+    /// none.
+    #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(..=4096))]
+    pub placeholders: u32,
     /// For tests on clusters without GPUs: engines of GPU jobs compute on processors, in pods that
     /// ask for the GPUs all the same (docs/testing.md).
     #[arg(long, env = "MOEJOB_STAND_IN", hide = true)]
@@ -101,7 +106,7 @@ pub fn run(args: &OperatorArgs) -> ExitCode {
 
 async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let config = Config::infer().await.map_err(OperatorError::Config)?;
-    let client = Client::try_from(config).map_err(OperatorError::Client)?;
+    let client = Client::try_from(config.clone()).map_err(OperatorError::Client)?;
     let metrics = Metrics::default();
     let serve = metrics.clone().serve(args.listen);
     let mut serving = tokio::spawn(serve);
@@ -120,6 +125,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         keyring: keyring.id(),
         stand_in: args.stand_in,
         profiles: Arc::default(),
+        placeholders_max: args.placeholders,
     };
     let secret = |source| OperatorError::Secret {
         namespace: args.namespace.clone(),
@@ -152,10 +158,12 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
     let election = Election { client: client.clone(), writer, namespace, name, identity, deadline };
     let leadership = async {
         until_defined(&client, &metrics).await;
-        let term = election.acquire().await;
-        let _ = order_sender.send(Order::Lead(term)).await;
-        // A full channel has told it already.
-        election.hold(|| drop(order_sender.try_send(Order::Heard))).await;
+        let lost = lead(config, &election, order_sender)?;
+        tokio::select! {
+            // A thread that has ended by itself leads no more either.
+            _ = lost => Err(OperatorError::Lost),
+            () = watch_definition(&client, &metrics) => Err(OperatorError::Lost),
+        }
     };
     let listening = |at, result: std::io::Result<()>| match result {
         Ok(()) => OperatorError::Lost,
@@ -166,7 +174,7 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         signals.recv().await
     };
     tokio::select! {
-        () = leadership => Err(OperatorError::Lost),
+        result = leadership => result,
         result = &mut serving => Err(listening(args.listen, result.unwrap_or(Ok(())))),
         result = &mut scraped => Err(listening(args.metrics, result.unwrap_or(Ok(())))),
         () = renew(&client, &election.writer, args, &keyring) => {
@@ -188,6 +196,64 @@ async fn operate(args: &OperatorArgs) -> Result<(), OperatorError> {
         _ = tokio::signal::ctrl_c() => {
             election.release().await;
             Ok(())
+        }
+    }
+}
+
+/// Takes the lease and renews it in a thread of its own: whatever the loop decides meanwhile, and
+/// however slowly, nobody else begins to lead beside it. What it gives ends with the leadership.
+fn lead(
+    config: Config,
+    election: &Election,
+    orders: mpsc::Sender<Order>,
+) -> Result<oneshot::Receiver<()>, OperatorError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(OperatorError::Runtime)?;
+    let (ended, lost) = oneshot::channel();
+    let (namespace, name) = (election.namespace.clone(), election.name.clone());
+    let (identity, deadline) = (election.identity.clone(), election.deadline.clone());
+    let hold = move || {
+        let hold = async {
+            // Connections of another runtime are served by its thread.
+            let client = Client::try_from(config)?;
+            let writer = Writer::new(client.clone(), identity.clone(), deadline.clone());
+            let election = Election { client, writer, namespace, name, identity, deadline };
+            let term = election.acquire().await;
+            let _ = orders.send(Order::Lead(term)).await;
+            // A full channel has told it already.
+            election.hold(|| drop(orders.try_send(Order::Heard))).await;
+            Ok::<(), kube::Error>(())
+        };
+        if let Err(error) = runtime.block_on(hold) {
+            tracing::error!(error = chain(&error), "the lease cannot be held");
+        }
+        // Without a receiver the process ends.
+        let _ = ended.send(());
+    };
+    let thread = std::thread::Builder::new().name("lease".to_string()).spawn(hold);
+    thread.map(|_| lost).map_err(OperatorError::Runtime)
+}
+
+/// Tells once, and makes this process unready, where the definition is replaced by an older one
+/// under it: each status that it writes is refused or cut from then on. It leads on, as nobody else
+/// could do better, and what it holds is written once the definition is back.
+async fn watch_definition(client: &Client, metrics: &Metrics) {
+    let mut told = None;
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        // An API server that does not answer says nothing of its definition.
+        let Ok(served) = observe::definition(client).await else { continue };
+        let why = served.map_or_else(
+            || Some(format!("there is no definition {} any more", crd::NAME)),
+            |served| misfit(&served).map(|why| format!("{why}; until then no status is written")),
+        );
+        if why != told {
+            metrics.set_unfit(why.clone());
+            match &why {
+                Some(why) => tracing::error!("{why}"),
+                None => tracing::info!("the definition {} is whole again", crd::NAME),
+            }
+            told = why;
         }
     }
 }
@@ -216,19 +282,25 @@ async fn until_defined(client: &Client, metrics: &Metrics) {
     }
 }
 
+const ADVICE: &str = "kubectl apply -f manifests/crd.yaml (Helm does not upgrade it)";
+
 /// Why no operator of this version may lead by this definition. Fields of the spec that it does not
 /// know nobody can set: that is told, and no hindrance.
 fn judge_definition(served: &serde_json::Value) -> Option<String> {
-    let (own, others): (Vec<String>, Vec<String>) =
-        crd::pruned_by(served).into_iter().partition(|path| !path.starts_with("spec."));
-    let advice = "kubectl apply -f manifests/crd.yaml (Helm does not upgrade it)";
+    let others = crd::pruned_by(served).into_iter().filter(|path| path.starts_with("spec."));
+    let others = others.collect::<Vec<_>>().join(", ");
     if !others.is_empty() {
-        let fields = others.join(", ");
-        tracing::warn!("the definition {} does not know {fields}: {advice}", crd::NAME);
+        tracing::warn!("the definition {} does not know {others}: {ADVICE}", crd::NAME);
     }
+    misfit(served)
+}
+
+/// Fields that the operator writes and that this definition would prune.
+fn misfit(served: &serde_json::Value) -> Option<String> {
+    let own = crd::pruned_by(served).into_iter().filter(|path| !path.starts_with("spec."));
+    let own = own.collect::<Vec<_>>().join(", ");
     (!own.is_empty()).then(|| {
-        let fields = own.join(", ");
-        format!("the definition {} would prune {fields}: {advice}", crd::NAME)
+        format!("the definition {} would prune {own}: {ADVICE}", crd::NAME)
     })
 }
 
@@ -304,7 +376,7 @@ async fn refreshed(
 async fn renew(client: &Client, writer: &Writer, args: &OperatorArgs, keyring: &Keyring) {
     let mut told = None;
     loop {
-        tokio::time::sleep(SECRET_EVERY).await;
+        tokio::time::sleep(LOOK_EVERY).await;
         let lost = match heal(client, writer, args, keyring).await {
             Ok(lost) => lost,
             Err(error) => Some(chain(&error)),

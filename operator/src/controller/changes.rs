@@ -46,11 +46,15 @@ impl Controller {
         let owner = after.owner();
         match self.jobs.get_mut(&owner) {
             Some(job) if job.job.is_to_be_taken_anew(&after) => self.adopt(&after, now),
+            // An edit is judged in a go of its own, however many jobs are edited at once.
+            Some(_) if !after.deleted && job_is_edited(before, &after) => {
+                self.judging.add(key, false);
+            }
             Some(job) => {
                 let over = job.job.is_at_rest().then(|| Digest::of(&after)).flatten();
                 job.job.on(Event::Spec(Box::new(after)), now);
                 // What is known of it beside that is not needed any more.
-                if let Some(digest) = over.filter(|_| !self.cluster.has_workers(&owner)) {
+                if let Some(digest) = over.filter(|_| !self.cluster.has_pods(&owner)) {
                     self.jobs.remove(&owner);
                     self.memory.forget(&owner);
                     self.finish(owner, digest);
@@ -63,7 +67,7 @@ impl Controller {
         }
     }
 
-    fn finish(&mut self, owner: Owner, digest: Digest) {
+    pub(super) fn finish(&mut self, owner: Owner, digest: Digest) {
         let uid = owner.split('@').next().unwrap_or_default();
         self.context.metrics.job(uid, digest.figures.clone());
         self.finished.insert(owner, digest);
@@ -91,7 +95,7 @@ impl Controller {
             job.job.on(Event::Profiles(Arc::clone(&self.operator.profiles)), now);
             return job.job.on(Event::Spec(Box::new(seen)), now);
         }
-        match Digest::of(&seen).filter(|_| !self.cluster.has_workers(&owner)) {
+        match Digest::of(&seen).filter(|_| !self.cluster.has_pods(&owner)) {
             Some(digest) => self.finish(owner, digest),
             None => {
                 self.finished.remove(&owner);
@@ -144,7 +148,9 @@ impl Controller {
         self.operator = Arc::new(Operator { profiles, ..(*self.operator).clone() });
         (self.ground, self.stale) = (None, true);
         for (key, seen) in &self.cluster.jobs {
-            if self.jobs.contains_key(&seen.owner()) {
+            let owner = seen.owner();
+            let is_invalid = self.finished.get(&owner).is_some_and(Digest::is_invalid);
+            if is_invalid || self.jobs.contains_key(&owner) {
                 self.judging.add(key, false);
             }
         }
@@ -222,6 +228,19 @@ impl Controller {
         lead::unfit(self.cluster.jobs.values().map(JobText::seen), claims, &self.operator.keyring)
     }
 
+    /// Jobs that were another operator's, which is not seen any more.
+    pub(super) fn take_back(&mut self, now: Millis) {
+        let free = self.jobs.values().filter(|job| job.job.has_stood_back(now));
+        let free: Vec<Key> = free.map(|job| {
+            let id = job.job.id();
+            crate::observe::key(&id.namespace, &id.name)
+        }).collect();
+        for key in free {
+            let Some(seen) = self.cluster.jobs.get(&key).map(JobText::seen) else { continue };
+            self.adopt(&seen, now);
+        }
+    }
+
     fn adopt(&mut self, seen: &JobSeen, now: Millis) {
         let Some(term) = self.term.filter(|_| !seen.deleted) else { return };
         let operator = Arc::clone(&self.operator);
@@ -234,4 +253,8 @@ impl Controller {
         self.jobs.insert(seen.owner(), job);
         self.stale = true;
     }
+}
+
+fn job_is_edited(before: Option<&JobSeen>, after: &JobSeen) -> bool {
+    before.is_some_and(|before| before.generation != after.generation)
 }

@@ -4,7 +4,9 @@ use super::Context;
 use crate::control::{Leader, Told, Verifier};
 use crate::observe::{JobSeen, Owner};
 use moejob_plan::allocate::{Claim, Memory};
-use moejob_plan::lead::{Batch, Effect, Event, JobLoop, Memo, Operator, Place, Turn, Write};
+use moejob_plan::lead::{
+    Batch, Effect, Event, Fence, JobLoop, JobName, Memo, Operator, Place, Turn, Write,
+};
 use moejob_plan::observed::Millis;
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +36,7 @@ impl Crew {
         now: Millis,
     ) -> Crew {
         let job = JobLoop::new(seen, Place::Cluster(operator), lease_term, now);
-        context.metrics.fenced(&seen.uid, job.fence().is_some());
+        context.metrics.fenced(&seen.uid, job.fence().is_some_and(Fence::is_of_record));
         let (authority, told) = (Arc::clone(&context.authority), context.told.clone());
         let leader = Leader::new(authority, (seen.owner(), &seen.uid), job.term(), told);
         let (due, is_granted, claimed) = (None, false, None);
@@ -89,14 +91,15 @@ impl Crew {
                     news.into_iter().for_each(|(key, at)| memory.passes.note(key, at));
                 }
                 Effect::Note { warning, text } => {
-                    let job = &self.job.id().name;
+                    let job = log_name(self.job.id());
                     match warning {
                         true => tracing::warn!(job, "{text}"),
                         false => tracing::info!(job, "{text}"),
                     }
                 }
                 Effect::Lost { name, node, cause } => {
-                    tracing::warn!(job = self.job.id().name, "lost {name} on {node}: {cause}");
+                    let job = log_name(self.job.id());
+                    tracing::warn!(job, "lost {name} on {node}: {cause}");
                 }
                 Effect::Recovered(recovery) => self.context.metrics.recovered(&recovery),
                 Effect::Figures(figures) => {
@@ -120,4 +123,9 @@ impl Crew {
         }
         batch
     }
+}
+
+/// Jobs of two namespaces may have one name.
+fn log_name(of: &JobName) -> String {
+    format!("{}/{}", of.namespace, of.name)
 }

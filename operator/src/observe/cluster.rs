@@ -72,6 +72,11 @@ impl Cluster {
         self.held.contains_key(owner)
     }
 
+    /// Somebody has to end a pod of the job's: a worker that has not ended, or any placeholder.
+    pub fn has_pods(&self, owner: &Owner) -> bool {
+        self.has_workers(owner) || self.workers(owner).any(WorkerPod::is_placeholder)
+    }
+
     /// What the change replaces is given back; of a job without spec and status.
     pub fn take(&mut self, change: Change) -> Taken {
         match change {
@@ -146,6 +151,9 @@ impl Cluster {
             let sum = self.requested.entry(node).or_default();
             return if comes { sum.add(&pod.requests) } else { sum.subtract(&pod.requests) };
         };
+        if worker.is_placeholder() {
+            return;
+        }
         let Some(node) = bound.or_else(|| worker.meant_for.as_deref().map(Arc::from)) else {
             return;
         };
@@ -255,7 +263,7 @@ mod tests {
             cluster.workers(&owner).map(|worker| worker.name.clone()).collect()
         };
         assert_eq!(names(&cluster), ["u-0", "u-1"], "ended ones, too");
-        assert!(!cluster.has_workers(&owner));
+        assert!(!cluster.has_workers(&owner) && !cluster.has_pods(&owner));
         cluster.take(Change::PodGone(key("n", "u-0")));
         assert_eq!(names(&cluster), ["u-1"]);
         // A pod of its name that nobody has sealed is nobody's worker.
@@ -264,5 +272,11 @@ mod tests {
         cluster.take(Change::PodGone(key("n", "u-1")));
         cluster.take(Change::PodGone(key("n", "other")));
         assert_eq!(cpu(&cluster), 0, "it had ended before it went");
+        // A placeholder takes nothing of the node that it is put on.
+        let placeholder = pod("u-placeholder-0", Some("a"), "Pending", true);
+        assert_eq!(placeholder.weight(), None);
+        cluster.take(Change::Pod(placeholder));
+        assert_eq!((cpu(&cluster), held(&cluster)), (0, vec![]));
+        assert!(cluster.has_pods(&owner) && !cluster.has_workers(&owner));
     }
 }

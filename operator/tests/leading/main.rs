@@ -177,6 +177,29 @@ async fn who_would_lose_its_own_fields_does_not_lead() {
     assert!(ready.starts_with("HTTP/1.1 200 "), "{ready}");
 }
 
+/// A rollback applies its own definition under a leader: each of its writes would fail or be cut.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_older_definition_under_a_leader_is_told_once_and_by_its_fields() {
+    let api = world().await;
+    let operator = Operator::start(&api, "one");
+    until("it leads", 20, || holder(&api).starts_with("one")).await;
+    let mut old = crd::definition();
+    let fields = "/spec/versions/0/schema/openAPIV3Schema/properties/status/properties";
+    let fields = old.pointer_mut(fields).and_then(Value::as_object_mut).expect("fields");
+    assert!(fields.remove("enginesLost").is_some());
+    api.put("customresourcedefinitions", old);
+    until("it says so", 40, || operator.log().contains("would prune status.enginesLost")).await;
+    let ready = process::plain(operator.health, "/readyz").await;
+    assert!(ready.starts_with("HTTP/1.1 503 ") && ready.contains("enginesLost"), "{ready}");
+    sleep(Duration::from_secs(32)).await;
+    assert_eq!(operator.log().matches("would prune").count(), 1, "it is said once");
+    assert!(holder(&api).starts_with("one"), "nobody else could do better");
+    api.put("customresourcedefinitions", crd::definition());
+    until("it is whole again", 40, || operator.log().contains("is whole again")).await;
+    let ready = process::plain(operator.health, "/readyz").await;
+    assert!(ready.starts_with("HTTP/1.1 200 "), "{ready}");
+}
+
 /// A gang trains whose pods were sealed by another key: nobody could know them as the job's own.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_the_authority_that_sealed_the_pods_nobody_leads() {

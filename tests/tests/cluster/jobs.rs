@@ -170,8 +170,18 @@ impl Job {
         events["items"].as_array().into_iter().flatten().map(reason).collect()
     }
 
+    /// Those of its workers.
     pub fn pods(&self) -> Vec<Value> {
-        let label = format!("moejob.dev/job={}", self.name);
+        self.pods_with("moejob.dev/slot")
+    }
+
+    /// Those that show autoscalers what it lacks.
+    pub fn placeholders(&self) -> Vec<Value> {
+        self.pods_with("app.kubernetes.io/name=moejob-placeholder")
+    }
+
+    fn pods_with(&self, label: &str) -> Vec<Value> {
+        let label = format!("moejob.dev/job={},{label}", self.name);
         let mut pods = get(&["pods", "-l", &label]);
         pods["items"].as_array_mut().map(std::mem::take).unwrap_or_default()
     }

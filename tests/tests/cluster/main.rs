@@ -19,4 +19,3 @@ mod manifests;
 mod queue;
 mod recovery;
 mod refused;
-mod rolling;

@@ -1,7 +1,7 @@
 //! Which of the jobs that wait comes first.
 
-use crate::jobs::{FOR_EVER, Job, install};
-use moejob_tests::cluster::{kubectl, manifest, script};
+use crate::jobs::{FOR_EVER, Job, install, operators};
+use moejob_tests::cluster::{get, kubectl, manifest, script};
 use serde_json::json;
 
 /// All nodes or none.
@@ -73,4 +73,37 @@ fn the_higher_priority_is_served_first() {
     high.assert_losses_of_one_machine();
     high.delete(true);
     kubectl(&["delete", "priorityclass", "later", "sooner"]).expect("deleted");
+}
+
+/// A node that is missing is shown by a pod which no node takes, and which no gate holds back. Once
+/// there is a node the job has it, and nothing of the kind is left.
+#[test]
+fn an_autoscaler_sees_a_pod_for_each_node_that_is_missing() {
+    install();
+    let nodes = get(&["nodes", "-l", "moejob.dev/node=worker"]);
+    let names = nodes["items"].as_array().into_iter().flatten();
+    let names = names.filter_map(|node| node["metadata"]["name"].as_str());
+    let Some(cordoned) = names.max() else { panic!("no node\n{}", operators()) };
+    kubectl(&["cordon", cordoned]).expect("cordoned");
+    let job = Job::new("grower", &[BOTH_NODES, FOR_EVER]);
+    job.apply();
+    let placeholder = job.until("a placeholder that no node takes", || {
+        let pod = job.placeholders().pop()?;
+        let conditions = pod["status"]["conditions"].as_array().into_iter().flatten();
+        let reasons: Vec<&str> = conditions.filter_map(|of| of["reason"].as_str()).collect();
+        reasons.contains(&"Unschedulable").then_some(pod)
+    });
+    assert!(placeholder["spec"]["schedulingGates"].is_null(), "{placeholder:#}");
+    assert!(placeholder["spec"]["nodeName"].is_null(), "{placeholder:#}");
+    assert_eq!(job.placeholders().len(), 1, "{}", job.state());
+    assert!(job.told().contains(&"NodesMissing".to_string()), "{:?}", job.told());
+    job.until("people are told of it", || {
+        let planned = job.condition("Planned");
+        planned["message"].as_str()?.contains("a placeholder pod shows").then_some(())
+    });
+    kubectl(&["uncordon", cordoned]).expect("uncordoned");
+    job.until_world(2);
+    job.until("no placeholder is left", || job.placeholders().is_empty().then_some(()));
+    assert_eq!((job.attempt(), job.restarts()), (1, 0), "{}", job.state());
+    job.delete(true);
 }

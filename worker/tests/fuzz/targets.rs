@@ -247,7 +247,7 @@ pub fn record(input: &[u8]) -> String {
     let mut job = JobLoop::new(&seen, Place::Cluster(Arc::default()), 1, NOW);
     let node = |name: &str| Node::good(name);
     let nodes = ["n0", "n1"].map(node).to_vec();
-    job.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }), NOW);
+    job.on(Event::Granted(Granted { nodes, ..Granted::default() }), NOW);
     let members = saved.record.gang.iter().flat_map(|gang| &gang.members);
     for member in members.take(2) {
         let pod = WorkerPod {

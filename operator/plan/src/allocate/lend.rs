@@ -21,14 +21,14 @@ impl<'a> Allocator<'a> {
 
     /// A job that lacks nodes calls them back from those behind it that have more than they need,
     /// if it fits then, and keeps what is free. One that does not, and has waited for long, lets
-    /// others borrow what it could use, and none start there.
+    /// others borrow what it could use, and none start there. Whether it gets what it lacks.
     pub(super) fn call_back(
         &mut self,
         (rank, job): (usize, &'a Demand),
         stay: &[usize],
         candidates: &[usize],
         lacks: usize,
-    ) -> String {
+    ) -> (bool, String) {
         let verdicts = self.verdicts(&job.needs);
         let of_others = (0..self.nodes.len()).filter(|at| {
             let behind = self.borrower[*at].is_some_and(|other| other > rank);
@@ -62,14 +62,14 @@ impl<'a> Allocator<'a> {
             called.iter().for_each(|at| self.called_back[*at] = true);
             free.iter().for_each(|at| self.free[*at] = false);
             let names: Vec<&str> = called.iter().map(|at| &*self.nodes[*at].name).collect();
-            return format!("; called back from jobs behind it: {}", names.join(", "));
+            return (true, format!("; called back from jobs behind it: {}", names.join(", ")));
         }
         let waited = job.created + PASSED_MAX;
         if self.now < waited {
             self.look_again_at(waited);
-            return String::new();
+            return (false, String::new());
         }
         all.iter().for_each(|at| self.kept[*at] = true);
-        format!("; after {} min no job behind it starts there", PASSED_MAX / 60_000)
+        (false, format!("; after {} min no job behind it starts there", PASSED_MAX / 60_000))
     }
 }

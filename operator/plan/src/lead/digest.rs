@@ -1,4 +1,5 @@
-//! What is kept of a job that is over: nothing is decided about it any more but when it goes.
+//! What is kept of a job that is over, or Invalid: nothing is decided about it any more but when it
+//! goes.
 
 use super::report::finished_at;
 use super::spec::restored;
@@ -9,7 +10,8 @@ use moejob_manifest::status::MoeJobStatus;
 /// A deletion of the job that did not succeed is tried again after so long.
 pub(super) const EXPIRY_RETRY: Millis = 60_000;
 
-/// A finished job. Its spec is not judged again, and neither spec nor record is kept.
+/// A finished job, whose spec is not judged again, or an Invalid one. Neither loop nor record of it
+/// is kept.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Digest {
     job: JobName,
@@ -63,6 +65,11 @@ impl Digest {
         self.expires
     }
 
+    /// Whether other machines may make another job of it.
+    pub fn is_invalid(&self) -> bool {
+        self.figures.phase == "Invalid"
+    }
+
     /// The deletion that is due now, if it is.
     pub fn expire(&mut self, now: Millis) -> Option<Write> {
         self.expires.filter(|at| *at <= now)?;
@@ -72,6 +79,25 @@ impl Digest {
 }
 
 impl JobLoop {
+    /// Of a job that is Invalid and that nobody has led: all is said of it until somebody edits it,
+    /// or an admin describes other machines.
+    pub fn digest_of_invalid(&self) -> Option<Digest> {
+        let blocked = self.spec.blocked.as_ref().filter(|of| of.invalid);
+        let is_led = self.spec.plannable().is_some() || self.tracker.observed.record.attempt > 0;
+        let is_said = self.is_at_rest() && !self.placeholders.any();
+        blocked.filter(|_| !is_led && is_said && self.fence.is_none() && !self.spec.deleted)?;
+        Some(Digest {
+            job: self.id.clone(),
+            expires: None,
+            figures: Figures {
+                namespace: self.id.namespace.clone(),
+                name: self.id.name.clone(),
+                phase: "Invalid".to_string(),
+                ..Figures::default()
+            },
+        })
+    }
+
     /// Nothing of it is under way that it would have to hear the end of.
     pub fn is_at_rest(&self) -> bool {
         !self.is_dirty() && !self.outbox.busy && !self.report.is_under_way()

@@ -1,11 +1,12 @@
-//! A job whose record is not understood: nothing is done for it, and its record stays as it is.
+//! A job whose record is not understood, or that another operator leads: nothing is done for it,
+//! and its record stays as it is.
 //!
 //! Its pods may train, its attempt number may be higher than anything that is known: whoever
 //! dialled, deleted or wrote would destroy what only a newer operator, or a person with a backup,
 //! can read.
 
 use super::spec::{restored, sealed_by};
-use super::{JobLoop, JobSeen, Owner};
+use super::{Effect, JobLoop, JobSeen, Link, Owner};
 use crate::observed::Millis;
 use crate::pods::LABEL_JOB_UID;
 use crate::record::RecordError;
@@ -16,14 +17,28 @@ use serde_json::json;
 /// The reason of the event that tells of it.
 pub const FENCED_BY_RECORD: &str = "BadRecord";
 
+/// Who stands back from another operator looks again once that has written nothing for so long.
+const OTHER_GONE_AFTER: Millis = 600_000;
+
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fence {
     pub message: String,
+    /// Until then another operator is given the job; None where its record is not understood.
+    until: Option<Millis>,
 }
 
 impl Fence {
     pub(super) fn of(error: &RecordError) -> Fence {
-        Fence { message: error.to_string() }
+        Fence { message: error.to_string(), until: None }
+    }
+
+    pub(super) fn until(&self) -> Option<Millis> {
+        self.until
+    }
+
+    /// Its record is not understood, as metrics tell.
+    pub fn is_of_record(&self) -> bool {
+        self.until.is_none()
     }
 }
 
@@ -43,6 +58,9 @@ impl JobLoop {
     /// has restored or removed a record that was not understood, or a leader before this one has
     /// written another record after this one had looked. What this one knows is then older.
     pub fn is_to_be_taken_anew(&self, seen: &JobSeen) -> bool {
+        if self.fence.as_ref().is_some_and(|fence| fence.until.is_some()) {
+            return false;
+        }
         // What it writes itself it writes on the newest version: nobody's word comes after it.
         if seen.deleted || self.report.has_written || !self.place.has_api() {
             return false;
@@ -73,6 +91,30 @@ impl JobLoop {
             self.report.unsaved = true;
             return;
         }
+        let Some(other) = self.other_author(seen) else { return };
+        let own = self.operator.keyring.clone();
+        // Who has a gang leads on. Else that is who comes first by the names of the authorities:
+        // both of them know those.
+        let has_gang = self.tracker.observed.gang().is_some();
+        let others_gang = sealed_by(&seen.status).is_some_and(|by| by == other);
+        let stays = if has_gang == others_gang { own < other } else { has_gang };
+        let what = if stays { "leads on" } else { "stands back" };
+        let note = format!(
+            "another operator, whose authority is {other}, writes the status of this job; this \
+             one's, in namespace {}, is {own}, and it {what}: who has a gang leads, else the lower \
+             of these names. A cluster has one operator, remove the other",
+            self.operator.namespace
+        );
+        self.event(true, "AnotherOperator", note.clone(), now);
+        if !stays {
+            self.note(true, note.clone());
+            self.found = Found::of(seen);
+            self.stand_back(note, now);
+        }
+    }
+
+    /// By the status; none where that is this operator.
+    fn other_author(&self, seen: &JobSeen) -> Option<String> {
         /// All else of it is passed over: each own status comes by here.
         #[derive(Default, Deserialize)]
         #[serde(default)]
@@ -81,16 +123,38 @@ impl JobLoop {
         }
         let more = seen.status["recordMore"].as_str().unwrap_or_default();
         // What is not understood is told at the next takeover.
-        let Author { keyring: other } = serde_json::from_str(more).unwrap_or_default();
-        let own = &self.operator.keyring;
-        if !other.is_empty() && other != *own {
-            let note = format!(
-                "another operator, whose authority is {other}, writes the status of this job; this \
-                 one's, in namespace {}, is {own}: a cluster has one operator, remove the other",
-                self.operator.namespace
-            );
-            self.event(true, "AnotherOperator", note, now);
+        let Author { keyring } = serde_json::from_str(more).unwrap_or_default();
+        (!keyring.is_empty() && keyring != self.operator.keyring).then_some(keyring)
+    }
+
+    /// The other one is not disturbed: streams end, and nothing more is written.
+    fn stand_back(&mut self, message: String, now: Millis) {
+        let linked = |name: &&String| self.pods.is_linked(name);
+        let names = self.tracker.observed.workers.iter().map(|worker| &worker.name);
+        for name in names.filter(linked).cloned().collect::<Vec<_>>() {
+            self.pods.unlinked(&name);
+            self.effects.push(Effect::Link(Link::Close { name }));
         }
+        self.fence = Some(Fence { message, until: Some(now + OTHER_GONE_AFTER) });
+    }
+
+    /// While the other one writes it is given the job.
+    pub(super) fn hear_while_fenced(&mut self, seen: &JobSeen, now: Millis) {
+        let Some(until) = self.fence.as_mut().and_then(|fence| fence.until.as_mut()) else {
+            return;
+        };
+        // Lists bring it again as it was, and people edit the spec.
+        let found = Found::of(seen);
+        if found != self.found {
+            (self.found, *until) = (found, now + OTHER_GONE_AFTER);
+        }
+    }
+
+    /// It stood back from another operator, of which nothing is seen any more: whoever holds this
+    /// loop takes the job anew.
+    pub fn has_stood_back(&self, now: Millis) -> bool {
+        let until = self.fence.as_ref().and_then(|fence| fence.until);
+        until.is_some_and(|until| now >= until)
     }
 }
 

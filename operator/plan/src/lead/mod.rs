@@ -13,6 +13,7 @@
 mod crowd;
 mod demands;
 mod digest;
+mod drains;
 mod event_log;
 mod fence;
 mod gang_pods;
@@ -21,6 +22,7 @@ mod objects;
 mod outbox;
 mod place;
 mod pairs;
+mod placeholders;
 mod pods;
 mod refusals;
 mod report;
@@ -48,7 +50,7 @@ use crate::allocate::{Claim, Granted};
 use crate::decide::Action;
 use crate::engines::Engines;
 use crate::observed::{Millis, Record};
-use crate::pods::{Birth, Surroundings};
+use crate::pods::{Birth, Surroundings, placeholder_number};
 use crate::preflight::{News, Passes};
 use crate::record::{GangPods, Rest};
 use crate::track::{Recovery, Tracker};
@@ -131,6 +133,13 @@ pub struct WorkerPod {
     pub unschedulable: Option<String>,
 }
 
+impl WorkerPod {
+    /// It stands for a node that is missing, and no worker is in it.
+    pub fn is_placeholder(&self) -> bool {
+        placeholder_number(&self.name).is_some()
+    }
+}
+
 /// What all jobs of an operator share.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Operator {
@@ -146,6 +155,8 @@ pub struct Operator {
     pub stand_in: bool,
     /// The kinds of machine that jobs may name.
     pub profiles: Arc<Profiles>,
+    /// Pods of all jobs together, at most, that stand for nodes which are missing.
+    pub placeholders_max: u32,
 }
 
 /// What a stream says of a worker.
@@ -256,6 +267,8 @@ pub enum Origin {
     Policy(i64),
     Budget(i64),
     Event,
+    /// A pod that stands for a node which is missing, by its name.
+    Placeholder(String),
     /// A pod's deletion, by its name.
     Deletion(String),
     Expiry,
@@ -270,9 +283,9 @@ pub enum Write {
     /// On the version of the job that was seen last.
     Status { job: JobName, resource_version: String, status: Box<MoeJobStatus> },
     /// Made where it is missing, brought up to date where it is the job's own, and left alone where
-    /// it is not. An object of `before`, as releases before named it, goes if it is the job's own.
-    /// What is `fresh` nobody is known to have made: it is looked at only where there is one.
-    Ensure { job: JobName, object: Value, fresh: bool, before: Option<String> },
+    /// it is not. What is `fresh` nobody is known to have made: it is looked at only where there is
+    /// one.
+    Ensure { job: JobName, object: Value, fresh: bool },
     DeleteJob(JobName),
     /// In `namespace`, which is the job's own unless it cannot be written there.
     Event { job: JobName, namespace: String, warning: bool, reason: String, note: String },
@@ -353,6 +366,8 @@ pub struct JobLoop {
     spec: spec::Spec,
     tracker: Tracker,
     pods: pods::Pods,
+    placeholders: placeholders::Placeholders,
+    drains: drains::Drains,
     outbox: outbox::Outbox,
     report: report::Report,
     refusals: refusals::Refusals,
@@ -415,6 +430,8 @@ impl JobLoop {
             spec: spec::Spec::default(),
             tracker,
             pods: pods::Pods::default(),
+            placeholders: placeholders::Placeholders::default(),
+            drains: drains::Drains::default(),
             outbox: outbox::Outbox::default(),
             report,
             refusals: refusals::Refusals::restore(saved.more.refused),

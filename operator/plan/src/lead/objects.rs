@@ -111,11 +111,8 @@ impl JobLoop {
         Some(self.ensured(object, self.objects.policy.generation.is_none()))
     }
 
-    /// Releases before named both as the job: where one of them may have led it, such an object
-    /// goes `first`. Of a job that nobody has led none is there.
+    /// Of a job that nobody has led none is there.
     fn ensured(&self, object: serde_json::Value, first: bool) -> Write {
-        let fresh = first && !self.was_led;
-        let before = (first && self.was_led).then(|| self.id.name.clone());
-        Write::Ensure { job: self.id.clone(), object, fresh, before }
+        Write::Ensure { job: self.id.clone(), object, fresh: first && !self.was_led }
     }
 }

@@ -1,14 +1,14 @@
 //! Actions on their way out: the queue of what is planned, the batch that is under way, and what
 //! waits for its end.
 
-use super::streams::replaces;
+use super::streams::{replaces, weight};
 use super::{Said, WriteError, WriteErrorKind, doubled};
 use crate::decide::Action;
 use crate::observed::Millis;
 use std::collections::VecDeque;
 
-/// Frames of all workers of a job that wait for the end of a batch. A gang of 512 tells some
-/// thousand things when it breaks.
+/// Frames of all workers of a job that wait for the end of a batch; one that is longer than 1 KiB
+/// counts as several. A gang of 512 tells some thousand things when it breaks.
 pub const FRAMES_WAITING_MAX: usize = 8_192;
 /// After a write that failed, doubled with each failure; in a cluster up to the second.
 const RETRY_FIRST: Millis = 500;
@@ -21,7 +21,10 @@ pub(super) struct Outbox {
     pub busy: bool,
     /// A plan could not be recorded because a status is being written.
     pub awaits_status: bool,
-    waiting: VecDeque<Waiting>,
+    /// Each with its weight.
+    waiting: VecDeque<(Waiting, usize)>,
+    /// Of all that waits.
+    weight: usize,
     retry_at: Millis,
     failures: u32,
     /// A write was refused because the job had changed.
@@ -82,42 +85,55 @@ impl Outbox {
     }
 
     /// Whether there is still room. Of a pod only the newest facts count.
-    pub fn wait(&mut self, waiting: Waiting) -> bool {
-        if let Waiting::Pod(name) = &waiting {
-            let same = |of: &Waiting| matches!(of, Waiting::Pod(other) if other == name);
+    pub fn wait(&mut self, mut waiting: Waiting) -> bool {
+        let last = self.waiting.back().map(|(last, _)| last);
+        match (&waiting, last) {
             // The last of it that waits: what came between must stay between.
-            if self.waiting.back().is_some_and(same) {
-                return true;
+            (Waiting::Pod(name), Some(Waiting::Pod(other))) if name == other => return true,
+            (Waiting::Stream(name, said), Some(Waiting::Stream(of, last)))
+                if name == of && replaces(said, last) =>
+            {
+                self.next_of(VecDeque::pop_back);
             }
+            _ => {}
         }
-        if let (Waiting::Stream(name, said), Some(Waiting::Stream(of, last))) =
-            (&waiting, self.waiting.back())
-            && name == of
-            && replaces(said, last)
-        {
-            self.waiting.pop_back();
-        }
-        self.waiting.push_back(waiting);
-        self.waiting.len() <= FRAMES_WAITING_MAX
+        let weight = match &mut waiting {
+            Waiting::Stream(_, said) => weight(said),
+            Waiting::Pod(_) => 1,
+        };
+        self.weight += weight;
+        self.waiting.push_back((waiting, weight));
+        self.weight <= FRAMES_WAITING_MAX
     }
 
     pub fn next_waiting(&mut self) -> Option<Waiting> {
-        self.waiting.pop_front()
+        self.next_of(VecDeque::pop_front)
+    }
+
+    fn next_of(
+        &mut self,
+        end: fn(&mut VecDeque<(Waiting, usize)>) -> Option<(Waiting, usize)>,
+    ) -> Option<Waiting> {
+        let (waiting, weight) = end(&mut self.waiting)?;
+        self.weight -= weight;
+        Some(waiting)
     }
 
     /// Forgets what a stream has said that is given up.
     pub fn forget_stream(&mut self, name: &str) {
-        self.waiting.retain(|of| !matches!(of, Waiting::Stream(other, _) if other == name));
+        let is_of_it = |of: &Waiting| matches!(of, Waiting::Stream(other, _) if other == name);
+        self.waiting.retain(|(of, _)| !is_of_it(of));
+        self.weight = self.waiting.iter().map(|(_, weight)| weight).sum();
     }
 
-    /// How much of what waits is each stream's; the longest first.
+    /// The stream of which most waits.
     pub fn loudest(&self) -> Option<String> {
-        let mut counts: super::ByName<usize> = Default::default();
-        for waiting in &self.waiting {
+        let mut weights: super::ByName<usize> = Default::default();
+        for (waiting, weight) in &self.waiting {
             if let Waiting::Stream(name, _) = waiting {
-                *counts.entry(name.clone()).or_default() += 1;
+                *weights.entry(name.clone()).or_default() += weight;
             }
         }
-        counts.into_iter().max_by_key(|(_, count)| *count).map(|(name, _)| name)
+        weights.into_iter().max_by_key(|(_, weight)| *weight).map(|(name, _)| name)
     }
 }

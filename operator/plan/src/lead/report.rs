@@ -49,6 +49,9 @@ pub struct Figures {
     pub dropped_tokens: Option<f64>,
     pub nodes_ready: u32,
     pub nodes_desired: u32,
+    /// Members wait for storage to take a checkpoint, or for their data.
+    pub checkpoint_degraded: bool,
+    pub data_degraded: bool,
     /// Of the newest step that was looked at.
     pub communication: Option<CommunicationReport>,
     /// Of the gang that is under way, ascending; made anew only when it changes.
@@ -331,6 +334,7 @@ impl JobLoop {
         }
         status.engines_lost = tracker.engines.lost.iter().map(engine_lost).collect();
         self.explain(&mut status.conditions);
+        self.tell_of_drains(&mut status.conditions);
         for condition in &mut status.conditions {
             if condition.message.len() > MESSAGE_BYTES_MAX {
                 let lines = condition.message.lines().map(str::to_string);
@@ -368,12 +372,20 @@ impl JobLoop {
             planned.reason = reasons::WORKERS_DO_NOT_START.to_string();
             planned.message = troubles.join("\n");
         } else if !self.granted.why.is_empty() {
-            planned.message = format!("{}; {}", self.granted.why, planned.message);
+            let shown = match self.placeholders.count() {
+                0 => String::new(),
+                1 => "; a placeholder pod shows autoscalers the node that it lacks".to_string(),
+                some => {
+                    format!("; {some} placeholder pods show autoscalers the nodes that it lacks")
+                }
+            };
+            planned.message = format!("{}{shown}; {}", self.granted.why, planned.message);
         }
     }
 
     fn figures(&self, status: &MoeJobStatus, ranks: Arc<Vec<RankPlace>>) -> Figures {
         let newest = self.report.newest.as_ref();
+        let lasts = self.tracker.observed.record.outcome.is_none();
         Figures {
             namespace: self.id.namespace.clone(),
             name: self.id.name.clone(),
@@ -386,6 +398,8 @@ impl JobLoop {
             dropped_tokens: newest.map(|report| report.routing.dropped_tokens),
             nodes_ready: status.nodes.ready,
             nodes_desired: status.nodes.desired,
+            checkpoint_degraded: lasts && !self.tracker.observed.late_checkpoints.is_empty(),
+            data_degraded: lasts && !self.tracker.observed.late_data.is_empty(),
             communication: self.slow.newest.clone(),
             ranks,
             engines_lost: self.tracker.engines.lost.clone(),

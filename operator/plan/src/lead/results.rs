@@ -1,7 +1,7 @@
 //! What has become of a job's writes.
 
 use crate::decide::all_done;
-use super::{Effect, JobLoop, Origin, WriteError, WriteErrorKind, Written};
+use super::{JobLoop, Origin, WriteError, WriteErrorKind, Written};
 use crate::decide::Action;
 use crate::observed::{Millis, Outcome};
 use moejob_manifest::words::several;
@@ -90,6 +90,12 @@ impl JobLoop {
                     self.event(true, "ObjectNotApplied", note, now);
                 }
             }
+            (Origin::Placeholder(name), Err(error)) => {
+                self.placeholders.refused(&name, now);
+                if error.kind != WriteErrorKind::Exists {
+                    self.event(true, "PlaceholderNotCreated", error.message, now);
+                }
+            }
             (Origin::Deletion(name), Err(error)) => {
                 self.pods.delete_failed(&name, now);
                 let note = format!("{name} is not deleted yet: {}", error.message);
@@ -106,8 +112,11 @@ impl JobLoop {
     pub(super) fn failed(&mut self, reason: &str, error: &WriteError, now: Millis) -> bool {
         let news = self.outbox.note_failure(reason, error);
         let message = error.message.clone();
-        let text = format!("{reason}: {message}: planned again after a pause");
-        self.effects.push(Effect::Note { warning: true, text });
+        // A job that waits is told of once in the log, however often it is tried again.
+        if news {
+            let text = format!("{reason}: {message}: planned again after a pause");
+            self.note(true, text);
+        }
         if news && error.kind == WriteErrorKind::Forbidden {
             // It cannot be written where the job is: whoever looks after the operator is told.
             let at = self.operator.namespace.clone();

@@ -13,9 +13,12 @@ use crate::preflight::Grade;
 use crate::reasons;
 use crate::track::Happening;
 use moejob_manifest::problem::printable;
-use moejob_protocol::message::{LeftReason, Up};
+use moejob_protocol::message::{Held, LeftReason, Up};
 use moejob_protocol::pair::{PairAnswer, PairSaid};
 use moejob_protocol::report::{Detail, Event as Line, EventKind};
+
+/// No job begins so many attempts.
+const ATTEMPTS_MAX: u32 = u32::MAX / 2;
 
 /// Of frames that wait: the newer one says all that the older one said.
 pub(super) fn replaces(newer: &Said, older: &Said) -> bool {
@@ -33,6 +36,9 @@ impl JobLoop {
             self.heard_of_api = self.heard_of_api.max(heard);
             return;
         }
+        if let (Event::Spec(seen), Some(_)) = (&event, &self.fence) {
+            self.hear_while_fenced(seen, now);
+        }
         // What happens to a fenced job changes nothing, but for the results of its own event.
         if self.fence.is_some() && !matches!(event, Event::Done { .. }) {
             return;
@@ -40,8 +46,9 @@ impl JobLoop {
         match event {
             Event::Spec(seen) => self.on_spec(&seen, now),
             Event::Granted(granted) => {
-                let same =
-                    granted.nodes == self.granted.nodes && granted.why == self.granted.why;
+                let same = granted.nodes == self.granted.nodes
+                    && granted.why == self.granted.why
+                    && granted.missing == self.granted.missing;
                 self.dirty |= !same;
                 self.granted = granted;
             }
@@ -52,12 +59,18 @@ impl JobLoop {
                     let kubelets = pod.trouble.as_mut().into_iter().chain(&mut pod.unschedulable);
                     kubelets.chain(how).for_each(plain);
                 }
+                if pod.is_placeholder() {
+                    return self.placeholders.see(*pod, now);
+                }
                 let name = pod.name.clone();
                 self.pods.see(*pod, now);
                 self.pod_or_wait(name, now);
             }
             Event::PodGone(name) => {
                 self.dirty = true;
+                if self.placeholders.lose(&name) {
+                    return;
+                }
                 self.pods.lose(&name);
                 self.pod_or_wait(name, now);
             }
@@ -93,6 +106,11 @@ impl JobLoop {
         if self.place.has_api() {
             words(&mut said).into_iter().for_each(plain);
         }
+        if let Some(why) = self.excess(&said) {
+            let note = format!("{name}: its stream is closed: {why}");
+            self.event(true, "WorkerTalksNonsense", note, now);
+            said = self.refuse(&name, why);
+        }
         self.pods.heard(&name, &said, now);
         if !self.outbox.busy {
             return self.stream(&name, said, now);
@@ -110,12 +128,51 @@ impl JobLoop {
     fn silence_the_loudest(&mut self, now: Millis) {
         let Some(name) = self.outbox.loudest() else { return };
         self.outbox.forget_stream(&name);
-        self.pods.unlinked(&name);
-        self.effects.push(Effect::Link(Link::Close { name: name.clone() }));
         let reason = "it says more than can be listened to".to_string();
         self.event(true, "WorkerTooLoud", format!("{name}: its stream is closed: {reason}"), now);
-        let said = Said::Ended { why: Ending::Refused, reason };
+        let said = self.refuse(&name, reason);
         self.outbox.wait(Waiting::Stream(name, said));
+    }
+
+    /// It is not listened to any more: the end of its stream, as its last word.
+    fn refuse(&mut self, name: &str, reason: String) -> Said {
+        self.pods.unlinked(name);
+        self.effects.push(Effect::Link(Link::Close { name: name.to_string() }));
+        Said::Ended { why: Ending::Refused, reason }
+    }
+
+    /// A step or an attempt that the job cannot have: a plan would go on from there.
+    fn excess(&self, said: &Said) -> Option<String> {
+        let held = said_held(said);
+        let steps = match said {
+            Said::Up { up: Up::Step(report), .. } => Some(report.step),
+            Said::Up { up: Up::Completed { step }, .. } => Some(*step),
+            Said::Up { up: Up::Left { reason: LeftReason::Stopped { step }, .. }, .. } => {
+                Some(*step)
+            }
+            Said::Up { up: Up::Heartbeat(heartbeat), .. } => Some(heartbeat.step),
+            _ => None,
+        };
+        let attempts = match said {
+            Said::Opened(hello) => Some(hello.attempt),
+            Said::Up { attempt, .. } => Some(*attempt),
+            _ => None,
+        };
+        let attempts = attempts.into_iter().chain(held.iter().map(|held| held.attempt));
+        if let Some(attempt) = attempts.max().filter(|of| *of > ATTEMPTS_MAX) {
+            return Some(format!("it names attempt {attempt}, and none is above {ATTEMPTS_MAX}"));
+        }
+        let step = steps.into_iter().chain(held.iter().map(|held| held.step)).max()?;
+        let most = self.steps_max()?;
+        (step > most).then(|| format!("it names step {step}, and the job has {most}"))
+    }
+
+    /// By its spec, which may have been more before an edit. None while it has no spec.
+    fn steps_max(&self) -> Option<u64> {
+        let observed = &self.tracker.observed;
+        let stored = observed.stored.as_ref().map_or(0, |stored| stored.step);
+        let steps = self.spec.plannable()?.training.steps;
+        Some(steps.max(observed.record.step).max(stored))
     }
 
     /// What waited for the end of the batch.
@@ -299,6 +356,24 @@ impl JobLoop {
             self.blame(&node, how, now);
         }
     }
+}
+
+fn said_held(said: &Said) -> &[Held] {
+    match said {
+        Said::Opened(hello) => &hello.held,
+        Said::Up { up: Up::Heartbeat(heartbeat), .. } => &heartbeat.held,
+        Said::Up { up: Up::Left { held, .. }, .. } => held,
+        _ => &[],
+    }
+}
+
+/// What a frame that waits takes of the memory, in KiB and one at least.
+pub(super) fn weight(said: &mut Said) -> usize {
+    let held = said_held(said);
+    let snapshots = size_of_val(held);
+    let shards: usize = held.iter().map(|held| size_of_val(&held.shards[..])).sum();
+    let texts: usize = words(said).iter().map(|text| text.len()).sum();
+    1 + (snapshots + shards + texts) / 1024
 }
 
 /// All text of a worker's choice that is kept; of a reason only letters are.

@@ -35,6 +35,8 @@ impl JobLoop {
                 false => self.requeue = None,
             }
             self.ensure_objects(now);
+            self.stand_in_for_nodes(now);
+            self.watch_drains(now);
             self.report_status(now);
             self.tell_passes();
         }
@@ -44,8 +46,8 @@ impl JobLoop {
 
     /// When to look again even if nothing happens.
     pub fn due(&self, now: Millis) -> Option<Millis> {
-        if self.fence.is_some() {
-            return None;
+        if let Some(fence) = &self.fence {
+            return fence.until();
         }
         // What is due of the pods waits for the end of the batch.
         let pods = self.pods.due().filter(|_| !self.outbox.busy);
@@ -57,6 +59,8 @@ impl JobLoop {
             self.expires.filter(|_| !self.outbox.busy),
             self.refusals.due(),
             self.objects.due(),
+            self.placeholders.due(self.missing(), now),
+            self.drains.due(),
         ];
         dues.into_iter().flatten().min()
     }

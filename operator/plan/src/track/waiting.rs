@@ -22,7 +22,7 @@ impl Tracker {
         }
     }
 
-    /// Which members wait for their data.
+    /// Which members wait for their data, or for the storage of checkpoints.
     pub(super) fn late(&mut self, name: &str, attempt: u32, event: &Event) {
         let gang = self.observed.gang().filter(|gang| gang.attempt == attempt);
         if !gang.is_some_and(|gang| gang.has(name)) {
@@ -33,6 +33,10 @@ impl Tracker {
         match event.event {
             EventKind::DataDegraded => _ = late.insert(name.to_string(), (reason, message)),
             EventKind::DataRecovered => _ = late.remove(name),
+            EventKind::CheckpointDegraded => {
+                self.observed.late_checkpoints.insert(name.to_string());
+            }
+            EventKind::CheckpointRecovered => _ = self.observed.late_checkpoints.remove(name),
             _ => {}
         }
     }

@@ -128,7 +128,7 @@ impl World {
         let node = |at| Node::good(&format!("n{at}"));
         let nodes: Vec<Node> = (0..NODES).map(node).collect();
         self.list();
-        self.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }));
+        self.on(Event::Granted(Granted { nodes, ..Granted::default() }));
         let (mut away, mut step, mut writes) = (BTreeSet::new(), 1_000, 0);
         let began = self.now;
         let (mut since, mut last) = (None, 0);

@@ -16,9 +16,9 @@ use moejob_plan::observed::{Millis, Node};
 use moejob_plan::preflight::{Cache, News};
 use crate::said::{committed, device_failed, hello, of_kind, step_report, warning};
 use moejob_manifest::profile::Profiles;
-use moejob_protocol::message::{Down, Heartbeat, Hello, LeftReason, Phase, Up};
+use moejob_protocol::message::{Heartbeat, Hello, LeftReason, Phase, Up};
 use moejob_protocol::links::Built;
-use moejob_protocol::pair::{Meeting, PairAnswer, PairOrder, PairSaid};
+use moejob_protocol::pair::{Meeting, PairAnswer, PairSaid};
 use moejob_protocol::preflight::{Answer, Measured};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -54,6 +54,8 @@ pub struct World {
     /// The status as it was shown last.
     shown: Vec<String>,
     granted: Vec<Node>,
+    /// Whether each configuration held its worker to the hash of the spec.
+    pub hashes: Vec<bool>,
 }
 
 impl Default for World {
@@ -88,6 +90,7 @@ impl Default for World {
             told: Vec::new(),
             shown: Vec::new(),
             granted: Vec::new(),
+            hashes: Vec::new(),
         }
     }
 }
@@ -134,6 +137,10 @@ impl World {
             return self.show().iter().map(|line| format!("  {line}\n")).collect();
         }
         self.happen(words);
+        let now = self.now;
+        if self.job().has_stood_back(now) {
+            self.take(1);
+        }
         self.turn()
     }
 
@@ -200,7 +207,7 @@ impl World {
                 settings.iter().for_each(|setting| self.set(setting));
                 self.take(term.parse().expect("a term"));
                 let (nodes, why) = (self.granted.clone(), String::new());
-                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
+                self.on(Event::Granted(Granted { nodes, why, ..Granted::default() }));
             }
             ["clock", "back", millis] => {
                 self.now -= millis.parse::<Millis>().expect("milliseconds");
@@ -215,23 +222,29 @@ impl World {
                 self.see();
             }
             ["grant", nodes @ ..] => {
-                // `n1!` is to freeze, `n1@2` hangs on leaf 2.
+                // `n1!` is to freeze, `n1-` takes no workers any more, `n1@2` hangs on leaf 2.
                 let node = |word: &&str| {
                     let (name, leaf) = word.split_once('@').unwrap_or((*word, "0"));
                     Node {
                         freezes: name.ends_with('!'),
+                        usable: !name.ends_with('-'),
                         leaf: leaf.parse().expect("a number"),
-                        ..Node::good(name.trim_end_matches('!'))
+                        ..Node::good(name.trim_end_matches(['!', '-']))
                     }
                 };
                 self.granted = nodes.iter().map(node).collect();
                 let (nodes, why) = (self.granted.clone(), String::new());
-                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
+                self.on(Event::Granted(Granted { nodes, why, ..Granted::default() }));
+            }
+            // No nodes, and so many would be enough.
+            ["missing", nodes] => {
+                let missing = nodes.parse().expect("a number");
+                self.on(Event::Granted(Granted { missing, ..Granted::default() }));
             }
             // The same nodes, for another reason.
             ["why", why @ ..] => {
                 let (nodes, why) = (self.granted.clone(), why.join(" "));
-                self.on(Event::Granted(Granted { nodes, why, fabric: None }));
+                self.on(Event::Granted(Granted { nodes, why, ..Granted::default() }));
             }
             ["pod", name, node, what @ ..] => self.see_pod(name, node, what),
             ["gone", name] => {
@@ -328,6 +341,7 @@ impl World {
             keyring: self.keyring.clone(),
             stand_in: false,
             profiles: Arc::clone(&self.profiles),
+            placeholders_max: 64,
         };
         let place = match &self.machine {
             Some(local) => Place::Machine(local.clone()),
@@ -484,7 +498,7 @@ impl World {
 
     /// The oldest batch that writes such a thing is the next to be answered.
     fn pick(&mut self, word: &str) {
-        let has = |batch: &Batch| batch.writes.iter().any(|(_, of)| words(of).contains(word));
+        let has = |batch: &Batch| batch.writes.iter().any(|(_, of)| show::words(of).contains(word));
         let at = self.under_way.iter().position(has);
         // What a scenario waits for in vain shows in its text.
         let Some(at) = at else { return self.under_way.push_front(Batch::default()) };
@@ -519,11 +533,12 @@ impl World {
             }
             Effect::Link(Link::Close { name }) => format!("close {name}"),
             Effect::Link(Link::Send { name, attempt, body }) => {
-                format!("tell {name} of attempt {attempt}: {}", order(&body))
+                format!("tell {name} of attempt {attempt}: {}", show::order(&body))
             }
             Effect::Link(Link::Configure { name, rank, config }) => {
                 let member = (config.attempt, config.digest.clone(), rank);
                 self.members.insert(name.clone(), member);
+                self.hashes.push(!config.checkpoint.spec_hash.is_empty());
                 format!("configure {name} as rank {rank} of attempt {}", config.attempt)
             }
             Effect::Link(Link::HeartbeatTimeout(_) | Link::Ranks(_)) => return,
@@ -553,7 +568,8 @@ impl World {
             },
             Effect::Write(batch) => {
                 let waits = if batch.aside { "" } else { ", and wait" };
-                let writes: Vec<String> = batch.writes.iter().map(|(_, of)| words(of)).collect();
+                let writes = batch.writes.iter().map(|(_, of)| show::words(of));
+                let writes: Vec<String> = writes.collect();
                 let event = matches!(batch.writes[0].0, Origin::Event);
                 // Nothing follows of how an event was written.
                 if !event {
@@ -584,65 +600,4 @@ fn kind_of(word: &str) -> WriteErrorKind {
 fn measured(text: &&str) -> Measured {
     let (check, number) = text.split_once('=').expect("check=number");
     Measured::number(check, number.parse().expect("a number"))
-}
-
-fn order(body: &Down) -> String {
-    match body {
-        Down::Leave { reason } => format!("leave ({reason})"),
-        Down::Request(request) => format!("{request:?}"),
-        Down::Shutdown => "end".to_string(),
-        Down::Preflight(order) => {
-            let passed = order.passed_at_boot.iter().map(|boot| format!(", passed at {boot}"));
-            format!("measure {}{}", order.number, passed.collect::<String>())
-        }
-        Down::Pair(order) => {
-            let PairOrder { number, side, devices, rdma, meeting } = &**order;
-            let way = if *rdma { " by RDMA" } else { "" };
-            let place = meeting.as_ref().map(|of| format!(" at ..{}", &of.id[252..]));
-            let place = place.unwrap_or_default();
-            format!("measure pair {number} as side {side} with {devices} GPUs{way}{place}")
-        }
-        other => format!("{other:?}"),
-    }
-}
-
-fn words(write: &Write) -> String {
-    match write {
-        Write::CreatePod { birth, template } => {
-            let image = match template.around.image.as_str() {
-                "own:1" | "" => String::new(),
-                other => format!(" with {other}"),
-            };
-            format!("pod {} on {}{image}", birth.name, birth.node)
-        }
-        Write::DeletePod { name, grace_s, .. } => format!("no pod {name} within {grace_s} s"),
-        Write::Status { status, resource_version, .. } => {
-            let recorded = serde_json::from_str::<Value>(&status.record).unwrap_or_default();
-            let lost = status.engines_lost.iter().map(|lost| {
-                let (node, device) = (&lost.node, lost.device);
-                format!(", engine {} lost on device {device} of {node} {}", lost.rank, lost.uuid)
-            });
-            format!(
-                "status {} of generation {} on version {resource_version}, record of attempt {}{}",
-                status.phase,
-                status.observed_generation.unwrap_or_default(),
-                recorded["attempt"],
-                lost.collect::<String>()
-            )
-        }
-        Write::Ensure { object, fresh, before, .. } => {
-            let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
-            let (kind, name) = (text(&object["kind"]), text(&object["metadata"]["name"]));
-            let before = before.as_ref().map(|name| format!(" in place of {name}"));
-            let before = before.unwrap_or_default();
-            // Any other one is made without a look.
-            let looks = if *fresh { "" } else { ", looked at first" };
-            format!("{kind} {name}{before}{looks}")
-        }
-        Write::DeleteJob(job) => format!("no job {}", job.name),
-        Write::Event { namespace, reason, note, .. } => {
-            let note: String = note.chars().take(100).collect();
-            format!("in {namespace}: {reason}: {note}")
-        }
-    }
 }

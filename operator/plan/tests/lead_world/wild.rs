@@ -547,7 +547,7 @@ impl Wild {
             ..Node::good(&format!("n{at}"))
         };
         let nodes = granted.map(node).collect();
-        self.on(Event::Granted(Granted { nodes, why: String::new(), fabric: None }));
+        self.on(Event::Granted(Granted { nodes, ..Granted::default() }));
     }
 
     /// One thing happens, of the kind that the first number says.
