@@ -231,21 +231,25 @@ fn replicas_that_cannot_be_are_recognised() {
     assert!(!valid(&[], 0, &[]));
 }
 
-/// Numbers of a file of `tests/routing`, a row each, without its header.
-fn rows(text: &str) -> Vec<Vec<u64>> {
-    let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let row = |line: &str| line.split(' ').map(|word| word.parse().expect("a number")).collect();
-    lines.map(row).collect()
+/// Loads of experts as unequal as those of a router without a loss of balance: from some tokens to
+/// tens of thousands.
+fn skewed(draw: &mut Draw, experts: usize) -> Vec<u64> {
+    let mut load = || {
+        let scale = 1 << draw.below(16);
+        scale + draw.below(scale)
+    };
+    (0..experts).map(|_| load()).collect()
 }
 
-/// The bars of real routing: mean over layers of the fullest rank over the mean, one spare slot.
-/// At EP 2 one replica is all that helps, and its choice is the best there is.
+/// The mean over layers of the fullest rank over the mean, one spare slot. At EP 2 one replica is
+/// all that helps, and its choice is the best there is.
 #[test]
-fn real_routing_is_levelled() {
-    let layers = &rows(include_str!("routing/loads.txt"))[..24];
-    for (ranks, bar) in [(2, 1.015), (4, 1.07), (8, 1.16), (16, 1.33)] {
+fn skewed_routing_is_levelled() {
+    let mut draw = Draw::new(7);
+    let layers: Vec<Vec<u64>> = (0..24).map(|_| skewed(&mut draw, 32)).collect();
+    for (ranks, bar) in [(2, 1.03), (4, 1.07), (8, 1.16), (16, 1.33)] {
         let (mut ours, mut moved, mut eplb, mut smart) = (0.0, 0.0, 0.0, 0.0);
-        for loads in layers {
+        for loads in &layers {
             let mean = loads.iter().sum::<u64>() as f64 / f64::from(ranks);
             let over = |replicas: &Replicas| replicas.level(loads) as f64 / mean;
             let owners = contiguous(loads.len(), ranks);
@@ -269,11 +273,14 @@ fn real_routing_is_levelled() {
 
 /// Replicas of all ranks' loads, tokens of each expert group by its own counts.
 #[test]
-fn groups_of_real_ranks_divide_their_tokens() {
-    let sources = rows(include_str!("routing/sources.txt"));
-    for layer in sources.chunks_exact(16) {
-        let counts: Vec<u32> = layer.concat().into_iter().map(|count| count as u32).collect();
-        for (ranks, token_bar, source_bar) in [(2, 1.0, 1.2), (4, 1.02, 1.2), (16, 1.0, 1.2)] {
+fn groups_of_ranks_divide_their_tokens() {
+    let mut draw = Draw::new(11);
+    for _ in 0..8 {
+        let loads = skewed(&mut draw, 32);
+        // Each rank has a sixteenth, give or take a quarter of that.
+        let mut of_rank = |load: &u64| (load / 16 + draw.below(load / 32 + 1)) as u32;
+        let counts: Vec<u32> = loads.repeat(16).iter().map(&mut of_rank).collect();
+        for (ranks, token_bar, source_bar) in [(2, 1.1, 1.25), (4, 1.1, 1.25), (16, 1.01, 1.25)] {
             let owners = contiguous(32, ranks);
             let replicas = Replicas::choose(&by_expert(&counts, 32), &owners, ranks, 1);
             for group in counts.chunks_exact(ranks as usize * 32) {
