@@ -365,7 +365,7 @@ fn sums_of_squares_on_a_gpu() {
             let [found, expected] = [&mut gpu, &mut cpu].map(|bed| {
                 let blocks: Vec<_> = BucketBlock::default().of_tensor(len as u64).collect();
                 let mut values: Vec<f64> =
-                    (0..len).map(|i| ((i * 7919) % 8191) as f64 / 8192.0 - 0.4).collect();
+                    (0..len as u64).map(|i| ((i * 7919) % 8191) as f64 / 8192.0 - 0.4).collect();
                 values.resize(blocks.len() * BLOCK, 0.0);
                 let op = GradientNumbers {
                     layout: LAYOUT,

@@ -72,9 +72,12 @@ fn rows_of_each_expert_come_back_alike() {
         same(&each(job((3, 3), precision)), true, [Way::Host, Way::Windows], &what);
         let (flat, rails) = (wide((4, 4), precision), along_rails(wide((4, 4), precision), 2));
         let (flat, rails) = (each(flat), each(rails));
-        match wire {
-            // In lists there are the same rows, and the same sums.
-            Wire::Auto => alike([&flat, &rails], true, [Way::Host; 2], &format!("lists {what}")),
+        match (wire, precision) {
+            // In lists there are the same rows in another order, and exact sums.
+            (Wire::Auto, Precision::Fp32) => {
+                alike([&flat, &rails], true, [Way::Host; 2], &format!("lists {what}"));
+            }
+            (Wire::Auto, _) => same(&rails, true, [Way::Host; 2], &format!("lists {what}")),
             _ => same(&rails, true, [Way::Host, Way::Windows], &format!("rails {what}")),
         }
     }
@@ -147,7 +150,7 @@ fn windows_give_the_bits_of_the_hosts_links_with_slices() {
 #[test]
 fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
     let Some((gpu, _alone)) = gpu() else { return };
-    let jobs = [job((2, 2), Precision::Fp32)];
+    let job = &job((2, 2), Precision::Fp32);
     let survive = |job: &Job, comm: Comm, victim: bool, peers: (&AbortHandle, &Barrier)| {
         let (told, ended) = peers;
         let mut engine = engine(job, comm, true, Way::Windows);
@@ -178,8 +181,7 @@ fn whose_peer_is_lost_ends_and_gives_its_windows_back() {
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     };
     let mut free = Vec::new();
-    for round in 0..6 {
-        let job = &jobs[round % 2];
+    for _ in 0..6 {
         std::thread::scope(|scope| {
             let comms = Comm::in_process(2);
             let told = Arc::new((comms[0].abort_handle(), Barrier::new(2)));

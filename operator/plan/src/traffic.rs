@@ -138,7 +138,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     let tokens = job.tokens();
     let top_k = model.slices().per_token;
     let formats = training.compute.formats(training.precision.element(), top_k);
-    let by_need = rails.filter(|_| !formats.packs());
+    let by_need = rails.filter(|_| formats.are_as_computed());
     let dim = u64::from(model.hidden_size);
     let [out, again] = [formats.tokens, formats.gradients].map(|of| tokens * of.bytes(dim));
     let back = tokens * formats.rows_back * dim * formats.sums.bytes();

@@ -116,6 +116,11 @@ impl Formats {
         [self.tokens, self.gradients] != [plain; 2] || self.sums != self.written
     }
 
+    /// All that travels is of what tokens are computed with.
+    pub fn are_as_computed(&self) -> bool {
+        !self.packs() && self.written == self.element
+    }
+
     /// Bytes of a token with `dim` elements: at most on its way out, and on its way back from a
     /// rank.
     pub fn token_bytes(&self, dim: u64) -> [u64; 2] {

@@ -369,7 +369,7 @@ impl Shape {
     /// what is computed with.
     pub fn by_need(&self) -> bool {
         let far = self.rails.is_some() || (self.on_cpu && self.combines_each);
-        self.expert_parallel > 1 && far && !self.formats.packs()
+        self.expert_parallel > 1 && far && self.formats.are_as_computed()
     }
 
     /// Exchanges that tokens pass by need: between nodes and within them, or all at once. None
