@@ -26,6 +26,7 @@ pub use lend::PASSED_MAX;
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
+use crate::pods::LABEL_HOST;
 use moejob_fabric::FabricFacts;
 use moejob_fabric::topology::{NodeInfo, Places};
 use moejob_manifest::job::{Closeness, Job};
@@ -43,6 +44,9 @@ pub const HOLD_TIMEOUT: Millis = 300_000;
 
 /// A node on which a job avoids to start a worker is kept for it for so long.
 pub const RESERVED_MAX: Millis = 60_000;
+
+/// Host names that a pod is kept from, at most.
+const THERE_MAX: usize = 512;
 
 /// How nodes are chosen where the job does not say: beside each other.
 const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
@@ -129,6 +133,9 @@ pub struct Granted {
     pub fabric: Option<FabricFacts>,
     /// Nodes that its least gang lacks, and that no other job is to give it.
     pub missing: u32,
+    /// Where some are missing: host names of nodes that a worker of it fits on now. A pod that
+    /// shows which are missing stands on none of them.
+    pub there: Vec<String>,
 }
 
 impl Allocation {
@@ -323,6 +330,7 @@ struct Allocator<'a> {
 }
 
 /// What one job has been given so far; indices of nodes.
+#[derive(Default)]
 struct Given {
     fits: bool,
     /// Keeps its own although it does not fit.
@@ -334,6 +342,7 @@ struct Given {
     why: String,
     /// Nodes that its least gang lacks, and that no other job is to give it.
     missing: u32,
+    there: Vec<String>,
 }
 
 impl<'a> Allocator<'a> {
@@ -378,8 +387,7 @@ impl<'a> Allocator<'a> {
     fn gang(&mut self, rank: usize, job: &'a Demand) -> Given {
         let own = self.own(job);
         let stay: Vec<usize> = own.iter().copied().filter(|at| self.keeps(job, *at)).collect();
-        let (new, rest, why) = (Vec::new(), Vec::new(), String::new());
-        let mut given = Given { fits: false, keeps: true, own, new, rest, why, missing: 0 };
+        let mut given = Given { keeps: true, own, ..Given::default() };
         match &job.barred {
             None => {}
             Some(Barred::Refused) => given.keeps = job.standing == Standing::Running,
@@ -443,7 +451,9 @@ impl<'a> Allocator<'a> {
                     true => self.call_back((rank, job), &stay, &candidates, lacks),
                     false => (true, kept),
                 };
-                given.missing = if is_given { 0 } else { *least - possible };
+                if !is_given {
+                    (given.missing, given.there) = (*least - possible, self.there(job));
+                }
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
                     (_, true) => "it keeps what it has",
@@ -455,6 +465,15 @@ impl<'a> Allocator<'a> {
             }
         }
         given
+    }
+
+    /// Host names of the nodes on which a worker of the job fits now, so many at most.
+    fn there(&mut self, job: &'a Demand) -> Vec<String> {
+        let verdicts = self.verdicts(&job.needs);
+        let of_all = self.nodes.iter().zip(&self.verdicts[verdicts].1);
+        let fit = of_all.filter(|(_, against)| against.is_none());
+        let host = |node: &ClusterNode| node.labels.get(LABEL_HOST).unwrap_or(&node.name).clone();
+        fit.map(|(node, _)| host(node)).take(THERE_MAX).collect()
     }
 
     /// Of a job that lacks nothing but nodes on which its own workers have just failed: nobody
@@ -568,9 +587,9 @@ impl<'a> Allocator<'a> {
     }
 
     fn grant(&self, job: &Demand, given: Given) -> Granted {
-        let Given { own, new, keeps, why, missing, .. } = given;
+        let Given { own, new, keeps, why, missing, there, .. } = given;
         if !keeps {
-            return Granted { why, missing, ..Granted::default() };
+            return Granted { why, missing, there, ..Granted::default() };
         }
         let all: Vec<usize> = own.iter().chain(&new).copied().collect();
         let most = job.sizes.last().copied().unwrap_or(0);
@@ -593,7 +612,7 @@ impl<'a> Allocator<'a> {
             freezes: self.nodes[at].freezes,
             leaf: self.places.part(Level::Leaf, at),
         };
-        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric, missing }
+        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric, missing, there }
     }
 
     /// Those that make the gang change places among each other, so that ranks in this order cost

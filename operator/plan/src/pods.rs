@@ -39,6 +39,8 @@ pub const TERMINATION_GRACE_S: u64 = 600;
 
 /// What stands between a job's name and the number of a placeholder.
 const PLACEHOLDER: &str = "-placeholder-";
+/// Of a node, by which pods are kept from it.
+pub const LABEL_HOST: &str = "kubernetes.io/hostname";
 
 /// The user that a worker runs as, the same as the operator's and as in our image.
 const USER: u64 = 65_532;
@@ -88,6 +90,8 @@ pub struct Birth {
     pub name: String,
     /// A placeholder has none: whatever node fits may come for it.
     pub node: String,
+    /// Of a placeholder host names of nodes that are there already.
+    pub there: Vec<String>,
     /// HMAC over namespace, job uid and pod name, as text.
     pub seal: String,
 }
@@ -113,7 +117,7 @@ pub fn placeholder_number(name: &str) -> Option<u32> {
 pub fn pod(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
     let pod = worker(job, around, birth);
     match placeholder_number(&birth.name) {
-        Some(_) => placeholder(pod, job),
+        Some(_) => placeholder(pod, job, &birth.there),
         None => pod,
     }
 }
@@ -167,8 +171,8 @@ fn worker(job: &Job, around: &Surroundings, birth: &Birth) -> Value {
 /// What a worker asks of its node, and nothing that it does there. An autoscaler sees that no node
 /// takes the pod, and brings one. Its program ends at once, so that a placeholder gives back the
 /// node that it is put on, also where no operator is left to delete it. It has no priority: the
-/// scheduler would end others' pods for it.
-fn placeholder(mut pod: Value, job: &Job) -> Value {
+/// scheduler would end others' pods for it. On nodes that are `there` it would show nothing.
+fn placeholder(mut pod: Value, job: &Job, there: &[String]) -> Value {
     let labels = object(object(&mut pod, "metadata"), "labels");
     labels["app.kubernetes.io/name"] = json!("moejob-placeholder");
     if let Some(labels) = labels.as_object_mut() {
@@ -190,10 +194,15 @@ fn placeholder(mut pod: Value, job: &Job) -> Value {
     let required = "requiredDuringSchedulingIgnoredDuringExecution";
     if let Some(of_node) = object(affinity, "nodeAffinity").as_object_mut() {
         of_node.remove(required);
+        if !there.is_empty() {
+            let elsewhere = json!({ "key": LABEL_HOST, "operator": "NotIn", "values": there });
+            let terms = json!([{ "matchExpressions": [elsewhere] }]);
+            of_node.insert(required.to_string(), json!({ "nodeSelectorTerms": terms }));
+        }
     }
     // Whole nodes are given: one that has a worker of whichever job is of no use.
     let alone = json!({
-        "topologyKey": "kubernetes.io/hostname",
+        "topologyKey": LABEL_HOST,
         "namespaceSelector": {},
         "labelSelector": { "matchExpressions": [{ "key": LABEL_JOB_UID, "operator": "Exists" }] },
     });

@@ -303,7 +303,12 @@ fn show(world: &World) -> String {
             writeln!(out, "    # {}", granted.why).expect("a string");
         }
         if granted.missing > 0 {
-            writeln!(out, "    # nodes missing: {}", granted.missing).expect("a string");
+            let there = match granted.there.join(" ") {
+                none if none.is_empty() => "no node".to_string(),
+                names => names,
+            };
+            let missing = granted.missing;
+            writeln!(out, "    # nodes missing: {missing}, beside {there}").expect("a string");
         }
     }
     if let Some(at) = made.requeue {

@@ -66,6 +66,7 @@ fn birth() -> Birth {
         name: "olmoe-a2-5".to_string(),
         node: "node-7".to_string(),
         seal: "5ea1".to_string(),
+        ..Birth::default()
     }
 }
 
@@ -110,7 +111,8 @@ fn a_placeholder_asks_for_a_node_and_does_nothing_there() {
     for of_workers in ["olmoe-a2-5", "olmoe-placeholder-a2-5", "olmoe-placeholder-3-a2-5"] {
         assert_eq!(pods::placeholder_number(of_workers), None, "{of_workers}");
     }
-    let birth = Birth { name, node: String::new(), seal: "5ea1".to_string() };
+    let there = vec!["gpu-1".to_string(), "gpu-7".to_string()];
+    let birth = Birth { name, there, seal: "5ea1".to_string(), ..Birth::default() };
     golden("placeholder.json", &pods::pod(&job, &around(), &birth));
 }
 

@@ -409,7 +409,7 @@ async fn floor_pods(client: &Client, shape: Shape) -> Result<Vec<Pod>, Failure> 
     let job = Job::read(text.as_bytes()).map_err(|problems| format!("{problems:?}"))?;
     let pod = |slot| {
         let name = format!("floor-a1-{slot}");
-        let birth = Birth { name, node: format!("fake-{}", slot + 1), seal: String::new() };
+        let birth = Birth { name, node: format!("fake-{}", slot + 1), ..Birth::default() };
         let mut pod = pods::pod(&job, &around, &birth);
         // There is no job that could own it.
         pod["metadata"]["ownerReferences"] = json!([]);

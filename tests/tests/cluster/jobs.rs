@@ -267,6 +267,25 @@ impl Drop for Ended {
     }
 }
 
+/// A node that takes no new pods, until this is dropped: also by a test that fails.
+pub struct Cordoned(pub String);
+
+impl Cordoned {
+    pub fn new(node: &str) -> Cordoned {
+        kubectl(&["cordon", node]).expect("cordoned");
+        Cordoned(node.to_string())
+    }
+}
+
+impl Drop for Cordoned {
+    fn drop(&mut self) {
+        let uncordoned = kubectl(&["uncordon", &self.0]);
+        if !std::thread::panicking() {
+            uncordoned.expect("uncordoned");
+        }
+    }
+}
+
 impl Drop for Job {
     fn drop(&mut self) {
         // What the next test needs is the nodes; a test that failed leaves its job behind.

@@ -2,7 +2,7 @@
 //! to pods, nodes and the operator itself.
 
 use crate::jobs::{
-    EXAMPLE, FOR_EVER, GROW_SOON, Job, PATIENCE, hold_to, install, lead_from_its_own_node,
+    Cordoned, EXAMPLE, FOR_EVER, GROW_SOON, Job, PATIENCE, hold_to, install, lead_from_its_own_node,
     leading_node, node, operators,
 };
 use moejob_tests::cluster::{get, kubectl, until};
@@ -95,11 +95,12 @@ fn a_drained_node_comes_back(job: &Job) {
     let (before, restarts) = (job.attempt(), job.restarts());
     let drain = ["drain", "worker-2", "--ignore-daemonsets", "--delete-emptydir-data", "--force"];
     let ours = format!("--pod-selector=moejob.dev/job={}", job.name);
+    let drained = Cordoned("worker-2".to_string());
     kubectl(&[&drain[..], &[&ours, "--timeout=90s"]].concat()).expect("drained");
     job.until_after(before);
     job.until_world(1);
     assert_eq!(job.pod_on("worker-2"), None);
-    kubectl(&["uncordon", "worker-2"]).expect("uncordoned");
+    drop(drained);
     job.until_world(2);
     assert_eq!(job.restarts(), restarts, "a planned drain\n{}", job.state());
 }

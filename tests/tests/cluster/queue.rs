@@ -1,6 +1,6 @@
 //! Which of the jobs that wait comes first.
 
-use crate::jobs::{FOR_EVER, Job, install, operators};
+use crate::jobs::{Cordoned, FOR_EVER, Job, install, operators};
 use moejob_tests::cluster::{get, kubectl, manifest, script};
 use serde_json::json;
 
@@ -84,7 +84,7 @@ fn an_autoscaler_sees_a_pod_for_each_node_that_is_missing() {
     let names = nodes["items"].as_array().into_iter().flatten();
     let names = names.filter_map(|node| node["metadata"]["name"].as_str());
     let Some(cordoned) = names.max() else { panic!("no node\n{}", operators()) };
-    kubectl(&["cordon", cordoned]).expect("cordoned");
+    let cordoned = Cordoned::new(cordoned);
     let job = Job::new("grower", &[BOTH_NODES, FOR_EVER]);
     job.apply();
     let placeholder = job.until("a placeholder that no node takes", || {
@@ -101,7 +101,7 @@ fn an_autoscaler_sees_a_pod_for_each_node_that_is_missing() {
         let planned = job.condition("Planned");
         planned["message"].as_str()?.contains("a placeholder pod shows").then_some(())
     });
-    kubectl(&["uncordon", cordoned]).expect("uncordoned");
+    drop(cordoned);
     job.until_world(2);
     job.until("no placeholder is left", || job.placeholders().is_empty().then_some(()));
     assert_eq!((job.attempt(), job.restarts()), (1, 0), "{}", job.state());

@@ -2,7 +2,7 @@
 //! behind when it is deleted.
 
 use crate::jobs::{
-    FOR_EVER, GROW_SOON, Job, hold_to, install, lead_from_its_own_node, node,
+    Cordoned, FOR_EVER, GROW_SOON, Job, hold_to, install, lead_from_its_own_node, node,
 };
 use moejob_tests::cluster::{get, kubectl, manifest};
 use serde_json::{Value, json};
@@ -35,13 +35,13 @@ fn a_cordon_moves_the_job() {
     job.apply();
     job.go_on(20);
     let (from, before) = (node_of(&job), job.attempt());
-    kubectl(&["cordon", &from]).expect("cordoned");
+    let cordoned = Cordoned::new(&from);
     job.until_after(before);
     let moved = job.until("it runs elsewhere alone", || {
         let running = job.running();
         (running.len() == 1).then(|| running.into_keys().next())?.filter(|node| *node != from)
     });
-    kubectl(&["uncordon", &from]).expect("uncordoned");
+    drop(cordoned);
     assert_eq!(moved, other(&from));
     assert_eq!(job.restarts(), 0, "{}", job.state());
     job.go_on(20);

@@ -157,7 +157,8 @@ impl JobLoop {
             let name = placeholder_name(&name, number);
             let one = Placeholder { made_at: now, ..Placeholder::default() };
             self.placeholders.known.insert(name.clone(), one);
-            let birth = Birth { name: name.clone(), ..Birth::default() };
+            let there = self.granted.there.clone();
+            let birth = Birth { name: name.clone(), there, ..Birth::default() };
             let write = Write::CreatePod { template: Arc::clone(&template), birth };
             writes.push((Origin::Placeholder(name), write));
         }

@@ -205,7 +205,7 @@ impl JobLoop {
             // Workers that were decided on take their nodes before their pods are seen.
             self.memo(Memo::Decided(node.clone()));
             // Whoever writes it has the key of the seals.
-            let birth = Birth { name, node, seal: String::new() };
+            let birth = Birth { name, node, ..Birth::default() };
             let template = Arc::clone(&template);
             writes.push((Origin::Action(action), Write::CreatePod { template, birth }));
             next = self.outbox.queue.pop_front();
