@@ -8,6 +8,7 @@ use moe_worker::attempt::trainer::Trainer;
 use moe_worker::gang::comm::CommError;
 use moe_worker::state::moves::Moves;
 use moe_worker::state::rank::{StateTable, needed};
+use moe_worker::state::slot::Soundness;
 use moe_worker::state::slots::Memory;
 use moe_worker::state::snapshot::shard_runs;
 use moejob_kernels::DType;
@@ -180,7 +181,7 @@ fn a_large_table_is_walked_once() {
 
 /// Of shard 0 after step 5.
 fn damage(memory: &Memory) {
-    let sound = memory.shard(1, 5, 0).is_some_and(|slot| slot.is_sound());
+    let sound = memory.shard(1, 5, 0).is_some_and(|slot| slot.soundness() == Soundness::Sound);
     assert!(sound, "its checksum was made");
     let files = memory.files(1, 5, &[0]).expect("descriptors");
     let slot = std::fs::File::from(files.into_iter().next().expect("a slot"));

@@ -17,7 +17,7 @@ use crate::checkpoint::look::{Looked, claim_of_another, others_claims, resumed_s
 use crate::checkpoint::{Disk, Found, Newest, Refusal, newest_by};
 use crate::gang::comm::{Comm, CommError};
 use crate::state::rank::RankState;
-use crate::state::slot::Slot;
+use crate::state::slot::{Slot, Soundness};
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::ScaleEntry;
@@ -311,11 +311,11 @@ pub(crate) fn near_shards(
 }
 
 /// This rank's shards that are compared with their checksums, as the others do with theirs, beside
-/// what is done with them. One that is damaged is given up and ends the attempt, whatever was made
+/// what is done with them. One that is not sound is given up and ends the attempt, whatever was made
 /// of it: the next one resumes from another copy, or from an older state.
 pub(crate) struct Sums {
-    /// The first damaged one.
-    compared: JoinHandle<Option<u32>>,
+    /// The first one that is not sound.
+    compared: JoinHandle<Option<(u32, Soundness)>>,
     step: u64,
     attempt: u32,
 }
@@ -333,10 +333,11 @@ impl Sums {
         let own: Vec<(u32, Arc<Slot>)> = own.filter_map(|source| slot(source.shard)).collect();
         let began = Instant::now();
         let work = move || {
-            let damaged = own.iter().find(|(_, slot)| !slot.is_sound()).map(|(shard, _)| *shard);
+            let of = |(shard, slot): &(u32, Arc<Slot>)| (*shard, slot.soundness());
+            let unsound = own.iter().map(of).find(|(_, found)| *found != Soundness::Sound);
             let seconds = began.elapsed().as_secs_f64();
             tracing::debug!(seconds, "what is resumed from is compared");
-            damaged
+            unsound
         };
         let compared = std::thread::Builder::new().name("sums".to_string()).spawn(work);
         let compared = compared.map_err(|error| no_thread("to compare checksums", &error))?;
@@ -356,19 +357,21 @@ impl Sums {
         tell: &mut dyn FnMut(Event) -> Result<(), Stop>,
     ) -> Result<(), Stop> {
         let Sums { compared, step, attempt } = self;
-        let Some(shard) = compared.join().expect("hashing does not panic") else {
+        let Some((shard, found)) = compared.join().expect("hashing does not panic") else {
             memory.confirm(attempt, step);
             memory.rest();
             return Ok(());
         };
         memory.give_up(attempt, step, shard);
-        let message = format!(
-            "shard {shard} of step {step} of attempt {attempt} was damaged in memory and is not \
-             used"
-        );
+        let (reason, why) = match found {
+            Soundness::NotSummed => ("SnapshotNotSummed", "has no checksum, which nobody makes,"),
+            _ => ("SnapshotDamaged", "was damaged in memory"),
+        };
+        let message =
+            format!("shard {shard} of step {step} of attempt {attempt} {why} and is not used");
         let details = [("step", Detail::Number(step)), ("rank", Detail::Number(rank.into()))];
         let kind = EventKind::Warning;
-        tell(event(config.attempt, kind, "SnapshotDamaged", message.clone(), details))?;
+        tell(event(config.attempt, kind, reason, message.clone(), details))?;
         Err(Stop::Comm(CommError::Aborted { reason: message }))
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! a slot: u32 state | u32 confirmed | u32 attempt | u32 shard | u64 step | u64 use | 32: checksum
 //!         | f64 loss scale, 0: none | u32 steps with it | u32 readers | u64 use that was summed
-//!         | u32 whether all of its memory is there | 4096: bytes
+//!         | u32 whether all of its memory is there | u64 bytes that are summed | 4096: bytes
 //! free -> filling -> complete -> free, once nobody reads it
 //! ```
 //! What it holds stands in it, so the worker knows what could be resumed from without a word of an
@@ -41,6 +41,7 @@ const GOOD_STEPS: usize = 72;
 const READERS: usize = 76;
 const SUMMED: usize = 80;
 const RESERVED: usize = 88;
+const SUMMED_BYTES: usize = 96;
 pub(super) const BYTES: usize = 4096;
 
 /// Of nobody: it can be filled, once nobody reads it.
@@ -53,10 +54,19 @@ pub(super) const GONE: u32 = 3;
 /// Threads that let pages go beside the steps.
 const REST_THREADS_BESIDE: usize = 2;
 
-/// How long a checksum that is still being made is waited for, and how many more bytes a second are
-/// summed at least: a shard is as large as the model makes it.
-const SUM_MAX: Duration = Duration::from_secs(60);
-const SUM_RATE_MIN: u64 = 100 << 20;
+/// A checksum of which no further byte was summed for so long is waited for no more. A shard is as
+/// large as the model makes it, so there is no limit for all of it.
+const SUM_PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// Whether bytes in memory are those that were complete once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Soundness {
+    Sound,
+    /// They are others, or they belong to nothing any more.
+    Damaged,
+    /// Nobody makes their checksum.
+    NotSummed,
+}
 
 /// A shard in memory; its bytes stay as long as somebody holds it.
 #[derive(Debug)]
@@ -193,6 +203,10 @@ impl Slot {
         self.0.long(USE).load(Ordering::SeqCst)
     }
 
+    pub(super) fn summed_bytes(&self) -> &AtomicU64 {
+        self.0.long(SUMMED_BYTES)
+    }
+
     fn summed(&self) -> &AtomicU64 {
         self.0.long(SUMMED)
     }
@@ -225,19 +239,35 @@ impl Slot {
         self.0.word(GOOD_STEPS).store(good_steps, Ordering::SeqCst);
     }
 
-    /// Its bytes are those that were complete once. A checksum that is being made is waited for.
-    pub fn is_sound(&self) -> bool {
-        let end = Instant::now() + SUM_MAX + Duration::from_secs(self.used() / SUM_RATE_MIN);
+    /// Compares its bytes with their checksum. One that is being made is waited for.
+    pub fn soundness(&self) -> Soundness {
+        self.soundness_within(SUM_PAUSE_MAX)
+    }
+
+    pub(super) fn soundness_within(&self, pause_max: Duration) -> Soundness {
+        let (mut summed, mut since) = (0, Instant::now());
         while !self.is_summed() {
-            if self.label().is_none() || Instant::now() >= end {
-                return false;
+            if self.label().is_none() {
+                return Soundness::Damaged;
+            }
+            let now = self.summed_bytes().load(Ordering::SeqCst);
+            if now != summed {
+                (summed, since) = (now, Instant::now());
+            }
+            if since.elapsed() >= pause_max {
+                return Soundness::NotSummed;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut kept = [0; 32];
         self.0.read(CHECKSUM, &mut kept);
-        let sum = |label| checksum(label, self.loss_scale(), self, SUM_THREADS_RESUME);
-        self.label().is_some_and(|label| sum(label) == kept)
+        let compared = AtomicU64::new(0);
+        let threads = SUM_THREADS_RESUME;
+        let sum = |label| checksum(label, self.loss_scale(), (self, &compared), threads);
+        match self.label().is_some_and(|label| sum(label) == kept) {
+            true => Soundness::Sound,
+            false => Soundness::Damaged,
+        }
     }
 
     pub(super) fn is_summed(&self) -> bool {
@@ -249,7 +279,8 @@ impl Slot {
         let reading = Reading::new(Arc::clone(self));
         // From here on it is not filled anew.
         let (Some(label), used) = (self.label(), self.used()) else { return };
-        let made = checksum(label, self.loss_scale(), &reading, SUM_THREADS_BESIDE);
+        let bytes: (&[u8], &AtomicU64) = (&reading, self.summed_bytes());
+        let made = checksum(label, self.loss_scale(), bytes, SUM_THREADS_BESIDE);
         self.0.write(CHECKSUM, &made);
         self.summed().store(used, Ordering::SeqCst);
     }
@@ -309,18 +340,24 @@ const SUM_THREADS_RESUME: usize = 8;
 /// Threads that hash beside the steps.
 const SUM_THREADS_BESIDE: usize = 2;
 
-/// BLAKE3 of the label and of the hashes of all chunks, which several threads make.
+/// BLAKE3 of the label and of the hashes of all chunks, which several threads make. They add to a
+/// count of bytes while they do.
 fn checksum(
     label: Label,
     loss_scale: Option<ScaleEntry>,
-    bytes: &[u8],
+    (bytes, summed): (&[u8], &AtomicU64),
     threads_max: usize,
 ) -> [u8; 32] {
     let chunks: Vec<&[u8]> = bytes.chunks(CHECKSUM_CHUNK).collect();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = cores.min(threads_max).min(chunks.len()).max(1);
     let hashed = |own: &[&[u8]]| -> Vec<blake3::Hash> {
-        own.iter().map(|chunk| blake3::hash(chunk)).collect()
+        let hash = |chunk: &&[u8]| {
+            let hash = blake3::hash(chunk);
+            summed.fetch_add(chunk.len() as u64, Ordering::SeqCst);
+            hash
+        };
+        own.iter().map(hash).collect()
     };
     let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
     let mut hasher = blake3::Hasher::new();

@@ -20,6 +20,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
 
 /// Slots of one shard that may be in use at once, unless [`Memory::set_bounds`] says otherwise: the
 /// newest state that is whole everywhere, the next one, and one that a checkpoint is written from.
@@ -55,15 +56,32 @@ impl Inner {
     }
 }
 
+/// Makes the checksum of each slot that is complete, of all at once: a worker has as many as it has
+/// engines, and nobody resumes from one without.
 fn sum_all(complete: &Receiver<Weak<Slot>>) {
+    let mut summing: Vec<(Weak<Slot>, JoinHandle<()>)> = Vec::new();
     while let Ok(slot) = complete.recv() {
+        summing.retain(|(_, thread)| !thread.is_finished());
+        let is_being_summed = summing.iter().any(|(other, _)| other.ptr_eq(&slot));
         // One that was given up meanwhile is of no interest.
-        if let Some(slot) = slot.upgrade().filter(|slot| !slot.is_summed()) {
-            slot.sum();
-            if slot.bytes_len() >= RESTS {
-                slot.rest_behind();
-            }
+        let of_use = slot.upgrade().filter(|slot| !slot.is_summed() && !is_being_summed);
+        let Some(whole) = of_use else { continue };
+        let work = {
+            let whole = Arc::clone(&whole);
+            move || sum(&whole)
+        };
+        match std::thread::Builder::new().name("sum".to_string()).spawn(work) {
+            Ok(thread) => summing.push((slot, thread)),
+            // There are no more threads: it takes longer.
+            Err(_) => sum(&whole),
         }
+    }
+}
+
+fn sum(slot: &Arc<Slot>) {
+    slot.sum();
+    if slot.bytes_len() >= RESTS {
+        slot.rest_behind();
     }
 }
 

@@ -1,8 +1,9 @@
 use super::*;
-use crate::state::slot::{BYTES, CHECKSUM_CHUNK};
+use crate::state::slot::{BYTES, CHECKSUM_CHUNK, Soundness};
 use moejob_kernels::Pages;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 fn fill(memory: &Memory, attempt: u32, step: u64, shard: u32, len: usize) -> Filling {
     memory.fill(attempt, step, shard, len).expect("memory").expect("a slot")
@@ -74,7 +75,7 @@ fn a_byte_that_changes_later_is_noticed() {
         let mut filling = fill(&memory, 1, 10, 0, len);
         filling.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
         let slot = filling.complete();
-        assert!(slot.is_sound(), "{len} bytes");
+        assert_eq!(slot.soundness(), Soundness::Sound, "{len} bytes");
         for at in [0, len / 2, len.saturating_sub(1)] {
             let flip = || {
                 let mut byte = [0];
@@ -83,14 +84,33 @@ fn a_byte_that_changes_later_is_noticed() {
             };
             if len > 0 {
                 flip();
-                assert!(!slot.is_sound(), "byte {at} of {len}");
+                assert_eq!(slot.soundness(), Soundness::Damaged, "byte {at} of {len}");
                 flip();
             }
         }
-        assert!(slot.is_sound(), "{len} bytes");
+        assert_eq!(slot.soundness(), Soundness::Sound, "{len} bytes");
         slot.set_step(11);
-        assert!(!slot.is_sound(), "it would be of another step");
+        assert_eq!(slot.soundness(), Soundness::Damaged, "it would be of another step");
     }
+}
+
+/// Bytes that nobody has summed are not damaged. Who needs them waits as long as they are summed,
+/// however long that takes.
+#[test]
+fn a_checksum_is_waited_for_while_it_is_being_made() {
+    let engine = Memory::of_engine(|_| ());
+    let (pause, slot) = (Duration::from_millis(200), take(&engine, 1, 10, 0));
+    assert_eq!(slot.soundness_within(pause), Soundness::NotSummed);
+    let summing = Arc::clone(&slot);
+    let slow = std::thread::spawn(move || {
+        for _ in 0..8 {
+            std::thread::sleep(pause / 2);
+            summing.summed_bytes().fetch_add(1, Ordering::SeqCst);
+        }
+        summing.sum();
+    });
+    assert_eq!(slot.soundness_within(pause), Soundness::Sound);
+    slow.join().expect("it sums");
 }
 
 #[test]
