@@ -10,6 +10,7 @@ use moejob_nccl::{
     Config, Error, Library, Reduce, Seat, Span, Stream, UniqueId, Version,
 };
 use moejob_protocol::links::Built;
+use std::collections::HashSet;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -91,20 +92,22 @@ impl Party {
         let everyone = moejob_nccl::Comm::init(&library, seat, &id, &config)?;
         told("a communicator of all ranks");
         let mut joined = Vec::new();
-        let mut split = |lane, ranks: &Vec<u32>, config: &Config| {
-            let member = ranks.binary_search(&seat.rank).is_ok();
-            let comm = everyone.split_as(member.then_some(0), seat.rank, config)?;
-            joined.extend(comm.map(|comm| Joined { lane, ranks: ranks.clone(), comm }));
+        let mut split = |lane, groups: &[Vec<u32>], config: &Config| {
+            for apart in splits(groups) {
+                let is_own = |ranks: &&Vec<u32>| ranks.binary_search(&seat.rank).is_ok();
+                let color = apart.iter().position(is_own);
+                let comm = everyone.split_as(color.map(|at| at as u32), seat.rank, config)?;
+                let own = color.map(|at| apart[at].clone()).zip(comm);
+                joined.extend(own.map(|(ranks, comm)| Joined { lane, ranks, comm }));
+            }
             Ok::<(), Error>(())
         };
-        for group in groups.shared.iter().filter(|group| group.len() != seat.world as usize) {
-            split(Lane::Ops, group, &config)?;
-        }
+        let of_some = |group: &&Vec<u32>| group.len() != seat.world as usize;
+        let of_some: Vec<Vec<u32>> = groups.shared.iter().filter(of_some).cloned().collect();
+        split(Lane::Ops, &of_some, &config)?;
         if let Some(Aside { groups, overlap, .. }) = &aside {
             let config = Config { ctas_max: Some(overlap.ctas), ..config.clone() };
-            for group in groups {
-                split(Lane::Aside, group, &config)?;
-            }
+            split(Lane::Aside, groups, &config)?;
         }
         let all = Joined { lane: Lane::Ops, ranks: (0..seat.world).collect(), comm: everyone };
         joined.insert(0, all);
@@ -116,6 +119,24 @@ impl Party {
         told("what is built");
         Ok(Met { joined, built })
     }
+}
+
+/// Groups of ranks by the splits that make their communicators. One split makes those of all groups
+/// that have no rank in common, so a gang of any size takes as many as a rank has groups. Whatever
+/// ranks two groups have in common, these come in the same order on all of them.
+fn splits(groups: &[Vec<u32>]) -> Vec<Vec<&Vec<u32>>> {
+    let mut splits: Vec<(HashSet<u32>, Vec<&Vec<u32>>)> = Vec::new();
+    for group in groups {
+        let is_free = |taken: &HashSet<u32>| !group.iter().any(|rank| taken.contains(rank));
+        let at = splits.iter().position(|(taken, _)| is_free(taken)).unwrap_or(splits.len());
+        if at == splits.len() {
+            splits.push((HashSet::new(), Vec::new()));
+        }
+        let (taken, of_split) = &mut splits[at];
+        taken.extend(group);
+        of_split.push(group);
+    }
+    splits.into_iter().map(|(_, groups)| groups).collect()
 }
 
 /// A word by each way that the verbs of a step take: NCCL opens a way when it is first used, which
@@ -194,5 +215,38 @@ impl Room {
             std::thread::sleep(PAUSE);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    fn text(groups: &[&[u32]]) -> String {
+        let groups: Vec<Vec<u32>> = groups.iter().map(|ranks| ranks.to_vec()).collect();
+        let all: Vec<String> = splits(&groups).iter().map(|of| format!("{of:?}")).collect();
+        all.join(" | ")
+    }
+
+    #[test]
+    fn groups_without_a_common_rank_are_one_split() {
+        assert_eq!(text(&[]), "");
+        assert_eq!(text(&[&[0, 1], &[2, 3]]), "[[0, 1], [2, 3]]");
+        // All ranks, then those of each place.
+        let of_places = text(&[&[0, 1, 2, 3], &[0, 2], &[1, 3]]);
+        assert_eq!(of_places, "[[0, 1, 2, 3]] | [[0, 2], [1, 3]]");
+        // Rank 3 is in none.
+        assert_eq!(text(&[&[0, 1], &[1, 2], &[4, 5]]), "[[0, 1], [4, 5]] | [[1, 2]]");
+    }
+    /// 512 ranks that share experts out over 8, whose buckets travel beside the ops: one call for
+    /// the communicator of all, one for expert groups, two for buckets.
+    #[test]
+    fn five_hundred_ranks_meet_by_four_calls() {
+        let experts: Vec<Vec<u32>> = (0..64).map(|at| (at * 8..at * 8 + 8).collect()).collect();
+        let places = (0..8).map(|place| (0..64).map(|at| at * 8 + place).collect());
+        let mut buckets: Vec<Vec<u32>> = places.chain([(0..512).collect()]).collect();
+        buckets.sort();
+        assert_eq!((splits(&experts).len(), splits(&buckets).len()), (1, 2));
+        let all: usize = splits(&buckets).iter().map(Vec::len).sum();
+        assert_eq!(all, 9, "each of them");
     }
 }

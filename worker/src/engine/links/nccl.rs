@@ -4,8 +4,8 @@
 //! begin:   versions, then an id of rank 0, through the gang
 //! meet:    on a thread of its own, while the state comes back:
 //!          one communicator of all ranks
-//!          -> a split for each other set of ranks that shares buffers
-//!          -> where buckets travel beside the ops: another split for each of their sets
+//!          -> splits for the other sets of ranks that share buffers, one for all that are apart
+//!          -> where buckets travel beside the ops: others for their sets
 //!          -> a word by each way that steps take, because NCCL opens a way with its first use
 //!          -> its log is read: what it says it has built
 //! verb:    all buffers of a communicator as one group
