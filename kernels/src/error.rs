@@ -22,7 +22,7 @@ pub enum KernelError {
     Isa { isa: Isa },
 }
 
-/// What memory there is too little of.
+/// The memory that there is too little of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lack {
     /// The GPU's.
@@ -32,7 +32,7 @@ pub enum Lack {
 }
 
 impl KernelError {
-    /// What the GPU's side says, if it is that.
+    /// The GPU's own error, if it is one.
     pub fn of_gpu(&self) -> Option<&CudaError> {
         match self {
             KernelError::Cuda(error) => Some(error),
@@ -41,7 +41,7 @@ impl KernelError {
         }
     }
 
-    /// What has no room, if that is it.
+    /// The memory that has no room, if that is the error.
     pub fn lack(&self) -> Option<Lack> {
         match self.of_gpu()? {
             CudaError::HostMemory { .. } => Some(Lack::Host),
@@ -70,7 +70,7 @@ pub enum LayerError {
 }
 
 impl LayerError {
-    /// What the GPU's side says, if it is that.
+    /// The GPU's own error, if it is one.
     pub fn of_gpu(&self) -> Option<&CudaError> {
         match self {
             LayerError::Refused(_) => None,

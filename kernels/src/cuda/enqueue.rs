@@ -98,7 +98,7 @@ pub(crate) fn vector(element: DType, dim: usize) -> usize {
     if dim.is_multiple_of(chunk) { chunk } else { 1 }
 }
 
-/// What the ops keep from call to call.
+/// Tables, handles and counters that ops keep from call to call.
 #[derive(Debug, Default)]
 pub(crate) struct KernelCache {
     modules: HashMap<Unit, Module>,
@@ -190,7 +190,7 @@ impl Enqueue<'_> {
         (self.at(buffer), i32::from(dtype == DType::F32))
     }
 
-    /// What is made for an op waits for the device, or its bytes come from the host.
+    /// The op makes something that waits for the device, or takes bytes from the host.
     fn makes(&self, what: &str) -> Result<(), CudaError> {
         match self.captured {
             true => Err(CudaError::NotCaptured { why: format!("{what} would have to be made") }),
@@ -213,7 +213,7 @@ impl Enqueue<'_> {
     }
 
     /// # Safety
-    /// As of [`Function::launch`].
+    /// Those of [`Function::launch`].
     pub(crate) unsafe fn launch(
         &mut self,
         (unit, name): (Unit, &'static str),
@@ -279,7 +279,7 @@ impl Enqueue<'_> {
 pub(crate) struct Scratch(u64);
 
 impl Scratch {
-    /// Of a buffer of the plan that the scratch was asked for.
+    /// The plan has no such buffer as the scratch was asked for.
     pub(crate) fn at(self, buffer: Buffer) -> u64 {
         self.0 + buffer.offset() as u64
     }

@@ -181,6 +181,12 @@ pub fn choice(job: &Job, layout: &Layout) -> (Exchange, Option<String>) {
     (Exchange::Flat, Some(why))
 }
 
+/// The rails along which the expert groups of `layout` exchange, if they do so.
+pub fn rails(job: &Job, layout: &Layout) -> Option<Rails> {
+    let along = choice(job, layout).0 == Exchange::Hierarchical;
+    Rails::of(&layout.mesh, job.profile.ranks.max(1)).filter(|_| along)
+}
+
 /// Of `bytes` of all tokens of a group those that a GPU gets from the others of its rail.
 fn along_rail(rails: Rails, bytes: f64) -> f64 {
     let (others, all) = ((rails.nodes - 1) as f64, (rails.nodes * rails.places) as f64);

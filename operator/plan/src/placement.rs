@@ -9,12 +9,11 @@ use moejob_manifest::job::{Job, Venue};
 use moejob_manifest::profile::Backend;
 use moejob_manifest::words::{counted, several};
 use moejob_protocol::Mesh;
-use moejob_protocol::config::{Exchange, Offload};
+use moejob_protocol::config::Offload;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::{
     self, Kind, Masters, Part, RankMemory, Types, rank_memory,
 };
-use moejob_protocol::rails::Rails;
 use serde::Serialize;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -245,10 +244,7 @@ impl<'a> Placer<'a> {
         let job = self.job;
         let (model, training, every) = (&job.model, &job.training, job.checkpoint.every_steps);
         let recovery = launch::recovery(job, Venue::Local);
-        // Along rails GPUs take less.
-        let along = job.profile.backend == Backend::Cpu
-            && travel::choice(job, layout).0 == Exchange::Hierarchical;
-        let rails = Rails::of(&layout.mesh, job.profile.ranks.max(1)).filter(|_| along);
+        let rails = travel::rails(job, layout);
         rank_memory(model, layout, rank, training, &recovery, every, rails)
     }
 

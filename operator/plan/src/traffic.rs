@@ -17,7 +17,7 @@ use moejob_manifest::job::Job;
 use moejob_manifest::words::aligned;
 use moejob_protocol::buckets;
 use moejob_protocol::communication::{Link, Verb};
-use moejob_protocol::config::{Backend, Exchange};
+use moejob_protocol::config::Backend;
 use moejob_protocol::layout::Layout;
 use moejob_protocol::memory::Types;
 use moejob_protocol::owners::Holders;
@@ -132,8 +132,7 @@ fn tokens(job: &Job, layout: &Layout, machines: Option<Machines>) -> [Sum; 3] {
     if mesh.ep == 1 {
         return sums;
     }
-    let along = travel::choice(job, layout).0 == Exchange::Hierarchical;
-    let rails = Rails::of(&mesh, job.profile.ranks.max(1)).filter(|_| along);
+    let rails = travel::rails(job, layout);
     let way = Way { machines, ranks: mesh.ep.into(), rails };
     let tokens = job.tokens();
     let top_k = model.slices().per_token;

@@ -382,14 +382,14 @@ impl Shape {
         }
     }
 
-    /// How many rows a buffer has, with even routing and at most.
+    /// How many rows a buffer has memory for, with even routing and at most.
     pub fn rows(&self, rows: Rows) -> [u64; 2] {
         let all = self.tokens * self.expert_parallel;
         let [even, worst] = [&self.balanced, &self.worst].map(|of| of.routed);
         let [own, most] = self.chosen;
-        match rows {
+        let [even, worst] = match rows {
             Rows::Fixed(rows) => [rows; 2],
-            Rows::Routed => [even, worst],
+            Rows::Routed => return [even, worst],
             Rows::Arrived => [all.min(even), all.min(worst)],
             Rows::Chosen => [own, most],
             Rows::Relayed | Rows::RelayedChoices => {
@@ -399,7 +399,9 @@ impl Shape {
                 [own.min(worst), worst]
             }
             Rows::Workspace => self.workspace,
-        }
+        };
+        // Of what grows on processors GPUs let routed rows alone do so.
+        [if self.on_cpu { even } else { worst }, worst]
     }
 
     /// Tokens that travel between GPUs do so from where they were made: nothing else is made of

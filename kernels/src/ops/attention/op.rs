@@ -91,7 +91,7 @@ pub struct CachedAttention {
     pub o: Buffer,
 }
 
-/// What the kernels of an attention depend on. See [`crate::Attention`].
+/// All that the kernels of an attention depend on ([`crate::Attention`]).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDesc {
     /// Of q, k, v, o and their gradients: bf16, fp16, or fp32 for checks. Sums, lse and softmax

@@ -19,9 +19,9 @@ pub fn rank_memory(
     let mut count = Count::of(model, &shape);
     if training.compute.backend == Backend::Cuda {
         count.device(layout.mesh.world() > 1);
-        // Along rails it takes less.
-        match window_bytes(model, layout, training, None) {
+        match window_bytes(model, layout, training, shape.rails) {
             0 => {}
+            _ if shape.by_need() => {}
             bytes => count.add("windows", bytes),
         }
     } else {
@@ -59,7 +59,7 @@ pub fn window_rooms(positions: u64, tokens: u64, [out, back]: [u64; 2], top_k: u
 }
 
 /// What a GPU takes for a window, by which tokens of expert groups travel within a node; none where
-/// none travel.
+/// none travel. Those that travel by need ([`Shape::by_need`]) take no window.
 pub fn window_bytes(
     model: &ModelConfig,
     layout: &Layout,

@@ -33,7 +33,7 @@ pub(crate) struct Hop<'a> {
     /// `D`
     pub dim: usize,
     pub need: &'a Needed<Buffer>,
-    /// What leaves, and comes back.
+    /// Tokens that leave, and what comes back of them.
     pub leaving: Leaving<Buffer>,
     /// Tokens that came.
     pub x: Buffer,
@@ -41,7 +41,7 @@ pub(crate) struct Hop<'a> {
     pub returned: Option<Leaving<Buffer>>,
 }
 
-/// What comes back of a token.
+/// The rows that come back of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Back {
     /// The row of each choice.
@@ -50,7 +50,7 @@ pub(crate) enum Back {
     Sums,
 }
 
-/// What an exchange of tokens by need consists of.
+/// An exchange of tokens by need, there and back.
 #[derive(Clone, Debug)]
 pub(crate) struct Journey<'a> {
     /// The last one leads to the experts.
@@ -103,8 +103,8 @@ struct Needs {
 }
 
 impl Needs {
-    /// Of choices [T, K] of experts, by their places: by rank p those of `places[p]` are reached,
-    /// which rise. Tokens of source s end before `ends[s]`.
+    /// The needs of choices [T, K] of experts, by their places: by rank p those of `places[p]` are
+    /// reached, which rise. Tokens of source s end before `ends[s]`.
     fn of(ids: &[u32], top_k: usize, places: &[Range<u32>], ends: &[u32]) -> Needs {
         let whose = |id: u32| {
             let at = places.partition_point(|range| range.end <= id);
@@ -187,7 +187,7 @@ impl Hop<'_> {
     }
 }
 
-/// Of tokens on their way: where those of each source begin, and ids and weights of their choices.
+/// Tokens on their way: where those of each source begin, and ids and weights of their choices.
 struct Choices {
     starts: Vec<u32>,
     ids: Vec<u32>,
@@ -335,7 +335,7 @@ impl Links {
         let begun = device.begin_stretch(false);
         let each = WORD + journey.weights.dtype().size();
         let (top_k, sources) = (journey.top_k, here.starts.len() - 1);
-        let out = needs.messages(here, (top_k, each));
+        let mut out = needs.messages(here, (top_k, each));
         let most = sources * WORD + hop.x.len() / hop.dim * top_k * each;
         let (mut came, mut bytes) = (None, 0);
         self.attempt(|comm, _| {
@@ -345,7 +345,7 @@ impl Links {
             bytes = sends.iter().map(|(_, bytes)| bytes.len() as u64).sum();
             let from: Vec<u32> = others().map(|(_, (rank, _))| *rank).collect();
             let mut all = comm.exchange_unequal(&sends, &from, most)?;
-            all.insert(hop.me, out[hop.me].clone());
+            all.insert(hop.me, std::mem::take(&mut out[hop.me]));
             came = Some(hop.read_messages(&all, (top_k, each, sources))?);
             Ok(())
         });
@@ -393,14 +393,14 @@ impl Needs {
 }
 
 impl Hop<'_> {
-    /// What [`Needs::messages`] of each rank says.
+    /// Reads the [`Needs::messages`] of each rank.
     fn read_messages(
         &self,
         all: &[Vec<u8>],
         (top_k, each, sources): (usize, usize, usize),
     ) -> Result<(Vec<Rows>, Choices), CommError> {
         let (head, token, room) = (sources * WORD, top_k * each, self.x.len() / self.dim);
-        let mut counts: Vec<Vec<u32>> = Vec::new();
+        let (mut counts, mut all_tokens): (Vec<Vec<u32>>, u64) = (Vec::new(), 0);
         for (rank, bytes) in self.ranks.iter().zip(all) {
             let heads = bytes.get(..head).unwrap_or_default().as_chunks().0;
             let of: Vec<u32> = heads.iter().map(|word| u32::from_ne_bytes(*word)).collect();
@@ -412,18 +412,18 @@ impl Hop<'_> {
                     expected: format!("{token} bytes a token behind {sources} counts"),
                 });
             }
+            all_tokens += tokens;
+            if all_tokens > room as u64 {
+                return Err(CommError::Protocol {
+                    rank: *rank,
+                    found: format!("{tokens} tokens, with which {all_tokens} came"),
+                    expected: format!("{room} at most"),
+                });
+            }
             counts.push(of);
         }
         let starts = ends(counts.iter().flatten().copied());
-        let tokens = starts.last().map_or(0, |all| *all as usize);
-        if tokens > room {
-            return Err(CommError::Protocol {
-                rank: self.ranks[self.me],
-                found: format!("{tokens} tokens that came"),
-                expected: format!("{room} at most"),
-            });
-        }
-        let (mut ids, mut weights) = (Vec::with_capacity(tokens * top_k), Vec::new());
+        let (mut ids, mut weights) = (Vec::with_capacity(all_tokens as usize * top_k), Vec::new());
         for bytes in all.iter().flat_map(|bytes| bytes[head..].chunks_exact(token)) {
             let (words, of_token) = bytes.split_at(WORD * top_k);
             ids.extend(words.as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word)));

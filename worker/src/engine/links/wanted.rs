@@ -79,8 +79,10 @@ pub(crate) fn window_wanted(
     training: &TrainingConfig,
     shape: &Shape,
 ) -> u64 {
-    let wanted = Use::said().blocks();
-    wanted.map_or(0, |_| window_bytes(model, layout, training, shape.rails))
+    match Use::said().blocks() {
+        Some(_) if !shape.by_need() => window_bytes(model, layout, training, shape.rails),
+        _ => 0,
+    }
 }
 
 #[cfg(test)]
