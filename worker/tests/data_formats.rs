@@ -563,3 +563,31 @@ fn a_state_of_another_run_is_refused() {
     write(folder, "out.state.json", b"{");
     assert!(matches!(job.run(&mut |_| ()), Err(PrepareError::State { .. })));
 }
+
+/// Flat tokens tell where documents end by a token alone. Whoever keeps documents apart, or masks
+/// their ends, and names none is told, for it does nothing within a file.
+#[test]
+fn ends_of_documents_that_nothing_tells_are_missed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokens: Vec<u8> = (0..4096_u16).flat_map(|id| (id % 200).to_le_bytes()).collect();
+    std::fs::write(folder.path().join("a.bin"), tokens).expect("a file");
+    let (root, paths, exclude) = files(folder.path(), "a.bin");
+    let dtype = Some(TokenType::Uint16);
+    let flat = data(DataSource::Tokens { root, paths, exclude, dtype }, 0.0);
+    for (resets, masks, end, expected) in [
+        (false, false, None, ""),
+        (true, false, None, "data.resetAtBoundaries: files of tokens tell no end"),
+        (false, true, None, "data.maskAtBoundaries: files of tokens tell no end"),
+        (true, true, Some(199), ""),
+    ] {
+        let data = DataConfig {
+            reset_at_boundaries: resets,
+            mask_at_boundaries: masks,
+            end_of_document: end,
+            ..flat.clone()
+        };
+        let told = open(&data).all_overlaps().expect("read").doubts;
+        assert_eq!(told.len(), usize::from(!expected.is_empty()), "{told:?}");
+        assert!(told.iter().all(|told| told.starts_with(expected)), "{told:?}");
+    }
+}

@@ -26,6 +26,15 @@ fn write(path: &Path, compression: Compression, null: Option<usize>) {
 }
 
 fn write_rows(path: &Path, compression: Compression, null: Option<usize>, count: usize) {
+    write_texts(path, (compression, null), count, text);
+}
+
+fn write_texts(
+    path: &Path,
+    (compression, null): (Compression, Option<usize>),
+    count: usize,
+    text: impl Fn(usize) -> String,
+) {
     let schema = "message rows { REQUIRED INT32 id; OPTIONAL BYTE_ARRAY text (UTF8); \
                   REPEATED BYTE_ARRAY tags (UTF8); }";
     let schema = Arc::new(parse_message_type(schema).expect("a schema"));
@@ -116,6 +125,10 @@ fn bad_parquet_is_refused_by_place() {
     refused("text", "the footer: ");
     write_rows(&path, Compression::SNAPPY, None, 0);
     refused("text", "the footer: it has no rows");
+    // As a line of JSONL, a text is none that takes all memory on its way to tokens.
+    let long = |row| "x".repeat(if row == 7 { (8 << 20) + 1 } else { 8 });
+    write_texts(&path, (Compression::SNAPPY, None), 20, long);
+    refused("text", "row 8: the text has more than 8 MiB");
     // A footer that lies is refused, never a panic.
     let mut seed = 7_u32;
     for _ in 0..300 {

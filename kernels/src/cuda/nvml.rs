@@ -52,7 +52,7 @@ pub struct Monitor {
     nvml: Arc<Nvml>,
     device: Device,
     /// None where the GPU or the driver reports no events.
-    events: Option<EventSet>,
+    events: Result<EventSet, NvmlError>,
 }
 
 // SAFETY: NVML is thread-safe; handles are plain values.
@@ -224,8 +224,13 @@ impl Monitor {
             &mut device
         )?;
         let nvml = Arc::clone(nvml);
-        let events = watch(&nvml, device).ok();
+        let events = watch(&nvml, device);
         Ok(Monitor { nvml, device, events })
+    }
+
+    /// Why [`Monitor::wait`] learns of no trouble.
+    pub fn unwatched(&self) -> Option<&NvmlError> {
+        self.events.as_ref().err()
     }
 
     pub fn read(&self) -> Reading {
@@ -370,7 +375,7 @@ impl Monitor {
 
     /// Waits at most so long for the next trouble; none came, or the driver reports none.
     pub fn wait(&self, milliseconds: u32) -> Option<Trouble> {
-        let events = self.events?;
+        let events = *self.events.as_ref().ok()?;
         let mut data = EventData {
             device: std::ptr::null_mut(),
             kind: 0,
@@ -397,7 +402,7 @@ impl Monitor {
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        if let Some(events) = self.events {
+        if let Ok(events) = self.events {
             let _ = call!(self.nvml, "nvmlEventSetFree", (EventSet), events);
         }
     }

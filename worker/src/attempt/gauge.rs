@@ -9,6 +9,7 @@
 
 mod story;
 
+use crate::failure::chain;
 use moejob_kernels::Device;
 use moejob_kernels::cuda::{Arch, Gpu, Monitor, Nvml, Reading, Trouble, uuid_text};
 use moejob_protocol::flops::bf16_ceiling;
@@ -26,6 +27,13 @@ const WAIT_MILLISECONDS: u32 = 250;
 const NEWS_MAX: usize = 16;
 /// The kernels are not those of this kind of GPU.
 const OLDER_KERNELS: &str = "OlderKernels";
+
+/// The driver tells something of this GPU to nobody.
+const UNWATCHED: &str = "DeviceUnwatched";
+
+fn unwatched(what: &str, error: &dyn std::error::Error) -> Told {
+    Told { reason: UNWATCHED, message: format!("{what} not told: {}", chain(error)) }
+}
 
 /// A GPU that is watched until this is dropped.
 #[derive(Debug)]
@@ -58,12 +66,23 @@ impl Gauge {
         }
         let (watched, uuid) = (Arc::clone(&shared), gpu.uuid());
         let work = move || {
-            // Without NVML there are no watts; without a thread neither. It takes a while to load.
-            if let Ok(monitor) = Nvml::load().and_then(|nvml| Monitor::open(&nvml, uuid)) {
-                watch(&monitor, &watched);
+            // It takes a while to load.
+            match Nvml::load().and_then(|nvml| Monitor::open(&nvml, uuid)) {
+                Ok(monitor) => {
+                    if let Some(error) = monitor.unwatched() {
+                        watched.push(unwatched("troubles of it are", error));
+                    }
+                    watch(&monitor, &watched);
+                }
+                Err(error) => {
+                    watched.push(unwatched("its power, clocks and troubles are", &error));
+                }
             }
         };
-        let _ = std::thread::Builder::new().name("gauge".to_string()).spawn(work);
+        let thread = std::thread::Builder::new().name("gauge".to_string()).spawn(work);
+        if let Err(error) = thread {
+            shared.push(unwatched("its power, clocks and troubles are", &error));
+        }
         Some(Gauge {
             name: gpu.name().to_string(),
             uuid: uuid_text(gpu.uuid()),

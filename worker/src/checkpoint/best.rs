@@ -5,9 +5,11 @@
 //!                                     best.json beside `step-*`  <- spared by `prune`
 //! ```
 //! The writer of rank 0 alone writes the file, on its thread: storage that hangs holds up no step.
-//! Losing it loses no state: the next checkpoint is a candidate.
+//! Losing it loses no state: the next checkpoint is a candidate. One that cannot be read tells no
+//! more which checkpoint is best, so that all that are there then stay.
 
-use super::Disk;
+use super::{Disk, list};
+use crate::failure::chain;
 use moejob_protocol::checkpoint::directory_name;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -30,6 +32,10 @@ struct Kept {
     /// Each better than those before it, and not known to be committed: storage may be behind.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     candidates: Vec<Measured>,
+    /// Steps of checkpoints one of which may be the best: the file could not be read when they were
+    /// there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    unknown: Vec<u64>,
 }
 
 /// What rank 0 knows of the best checkpoint in a location.
@@ -43,10 +49,11 @@ pub struct Best {
 impl Best {
     /// As the attempts before have left it. What counts is a checkpoint that is there.
     pub fn open(location: &Path, disk: &Disk) -> Best {
-        let Kept { best, candidates } = read(location);
-        let is_there = |of: &&Measured| location.join(directory_name(of.step)).is_dir();
-        let best = best.iter().chain(&candidates).rfind(is_there).copied();
-        let kept = Kept { best, candidates: Vec::new() };
+        let Kept { best, candidates, mut unknown } = read(location, disk);
+        let is_there = |step: u64| location.join(directory_name(step)).is_dir();
+        let best = best.iter().chain(&candidates).rfind(|of| is_there(of.step)).copied();
+        unknown.retain(|step| is_there(*step));
+        let kept = Kept { best, candidates: Vec::new(), unknown };
         Best { location: location.to_path_buf(), disk: disk.clone(), kept }
     }
 
@@ -79,29 +86,56 @@ impl Best {
     }
 
     fn write(&self) -> io::Result<()> {
-        let staged = self.location.join(format!(".{FILE}.tmp"));
-        let mut file = self.disk.create_anew(&staged)?;
-        self.disk.write(&mut file, &serde_json::to_vec(&self.kept)?)?;
-        self.disk.sync(&file)?;
-        self.disk.rename(&staged, &self.location.join(FILE))?;
-        self.disk.sync_directory(&self.location)
+        self.kept.write(&self.location, &self.disk)
+    }
+}
+
+impl Kept {
+    fn write(&self, location: &Path, disk: &Disk) -> io::Result<()> {
+        let staged = location.join(format!(".{FILE}.tmp"));
+        let mut file = disk.create_anew(&staged)?;
+        disk.write(&mut file, &serde_json::to_vec(self)?)?;
+        disk.sync(&file)?;
+        disk.rename(&staged, &location.join(FILE))?;
+        disk.sync_directory(location)
     }
 }
 
 /// Steps whose checkpoints `prune` leaves where they are.
-pub fn spared(location: &Path) -> Vec<u64> {
-    let Kept { best, candidates } = read(location);
-    best.iter().chain(&candidates).map(|of| of.step).collect()
+pub fn spared(location: &Path, disk: &Disk) -> Vec<u64> {
+    let Kept { best, candidates, unknown } = read(location, disk);
+    best.iter().chain(&candidates).map(|of| of.step).chain(unknown).collect()
 }
 
-fn read(location: &Path) -> Kept {
+/// What the file says. Where it cannot be read, a new one says which checkpoints are there.
+fn read(location: &Path, disk: &Disk) -> Kept {
     let path = location.join(FILE);
-    // Of a pipe nothing would ever come.
-    let text = match std::fs::metadata(&path) {
-        Ok(of) if of.is_file() => std::fs::read(&path).unwrap_or_default(),
-        _ => Vec::new(),
+    let why = match std::fs::metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Kept::default(),
+        Err(error) => chain(&error),
+        // Of a pipe nothing would ever come.
+        Ok(of) if !of.is_file() => "it is no file".to_string(),
+        Ok(_) => match std::fs::read(&path) {
+            Err(error) => chain(&error),
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(kept) => return kept,
+                Err(error) => chain(&error),
+            },
+        },
     };
-    serde_json::from_slice(&text).unwrap_or_default()
+    let all = list(disk, location).unwrap_or_default();
+    let kept = Kept { unknown: all.iter().map(|found| found.step).collect(), ..Kept::default() };
+    tracing::warn!(
+        "{}: {why}; which checkpoint is best is not known any more, so all that are there stay \
+         ({:?}): remove those that you do not need",
+        path.display(),
+        kept.unknown
+    );
+    // Without it the next reader finds the same, and no checkpoint goes.
+    if let Err(error) = kept.write(location, disk) {
+        tracing::warn!("{}: {error}", path.display());
+    }
+    kept
 }
 
 #[cfg(test)]
@@ -119,30 +153,50 @@ mod tests {
         let mut best = Best::open(location, &Disk::real());
         best.begins(10, 2.0).expect("written");
         commit(&mut best, 10);
-        assert_eq!(spared(location), [10]);
+        assert_eq!(spared(location, &Disk::real()), [10]);
         for (step, loss) in [(20, 2.5), (30, f64::NAN), (40, 2.0)] {
             best.begins(step, loss).expect("nothing to write");
             commit(&mut best, step);
-            assert_eq!(spared(location), [10], "{step}");
+            assert_eq!(spared(location, &Disk::real()), [10], "{step}");
         }
         best.begins(50, 1.5).expect("written");
-        assert_eq!(spared(location), [10, 50], "both, until it is known which");
+        assert_eq!(spared(location, &Disk::real()), [10, 50], "both, until it is known which");
         // It ended in between: the file tells whether the checkpoint came to be.
         assert_eq!(Best::open(location, &Disk::real()).kept.best.map(|best| best.step), Some(10));
         // Storage is behind: the next ones are measured before that one is committed.
         for (step, loss) in [(60, 1.2), (70, 1.3)] {
             best.begins(step, loss).expect("written");
         }
-        assert_eq!(spared(location), [10, 50, 60]);
+        assert_eq!(spared(location, &Disk::real()), [10, 50, 60]);
         commit(&mut best, 50);
-        assert_eq!(spared(location), [50, 60]);
+        assert_eq!(spared(location, &Disk::real()), [50, 60]);
         for step in [60, 70] {
             commit(&mut best, step);
-            assert_eq!(spared(location), [60]);
+            assert_eq!(spared(location, &Disk::real()), [60]);
         }
         std::fs::remove_dir(location.join(directory_name(60))).expect("removed by hand");
         assert_eq!(Best::open(location, &Disk::real()).kept, Kept::default());
-        std::fs::write(location.join(FILE), "{").expect("a file");
-        assert_eq!(spared(location), [0; 0]);
+    }
+
+    /// A disk that lost a block, or an editor: nobody knows any more which one was best.
+    #[test]
+    fn a_file_that_cannot_be_read_keeps_all_that_are_there() {
+        for damaged in ["{", "", "[1]", "\0\0"] {
+            let home = tempfile::tempdir().expect("a folder");
+            let (location, disk) = (home.path(), Disk::real());
+            for step in [10, 20] {
+                std::fs::create_dir(location.join(directory_name(step))).expect("a folder");
+            }
+            std::fs::write(location.join(FILE), damaged).expect("a file");
+            assert_eq!(spared(location, &disk), [10, 20], "{damaged:?}");
+            std::fs::create_dir(location.join(directory_name(30))).expect("a folder");
+            assert_eq!(spared(location, &disk), [10, 20], "{damaged:?}: those that were there");
+            let mut best = Best::open(location, &disk);
+            best.begins(30, 2.0).expect("written");
+            best.committed(30).expect("written");
+            assert_eq!(spared(location, &disk), [30, 10, 20], "{damaged:?}");
+            std::fs::remove_dir(location.join(directory_name(20))).expect("removed by hand");
+            assert_eq!(Best::open(location, &disk).kept.unknown, [10], "{damaged:?}");
+        }
     }
 }

@@ -68,6 +68,14 @@ pub(super) fn of(corpus: &Corpus) -> Vec<String> {
         format!("{named}{more}: it is read as text and looks like {kind}: {instead}")
     };
     let mut told: Vec<String> = kinds.into_iter().map(told).collect();
+    let (resets, masks) = (corpus.reset_at_boundaries, corpus.mask_at_boundaries);
+    if (resets || masks) && parts.iter().any(|part| part.is_flat) {
+        let field = if resets { "resetAtBoundaries" } else { "maskAtBoundaries" };
+        told.push(format!(
+            "data.{field}: files of tokens tell no end of a document where data.endOfDocument is \
+             not set, so each file is one document: set it to the token that ends them"
+        ));
+    }
     let has_window = |part: &Part| part.stream.windows(corpus.sequence) > 0;
     if corpus.wants_held_out && !corpus.held_out.iter().any(has_window) {
         told.push(

@@ -41,6 +41,8 @@ pub(crate) struct Part {
     pub documents: Option<Documents>,
     /// Files that are read as text, and what they look like instead.
     pub doubts: Vec<(String, &'static str)>,
+    /// They hold tokens, and nothing tells where a document ends within a file.
+    pub is_flat: bool,
 }
 
 /// A file that data come from.
@@ -167,8 +169,10 @@ impl Opening<'_> {
         let stores = in_parallel(&files, |file| token_store(file, handles, dtype))?;
         let stores = files.into_iter().zip(stores).collect();
         let mut opened = self.stores(stores, Some(self.vocabulary))?;
-        opened.training.stream.ends_with(self.data.end_of_document);
-        opened.held_out.stream.ends_with(self.data.end_of_document);
+        for part in [&mut opened.training, &mut opened.held_out] {
+            part.stream.ends_with(self.data.end_of_document);
+            part.is_flat = self.data.end_of_document.is_none();
+        }
         Ok(opened)
     }
 

@@ -1,7 +1,7 @@
 //! A column of text in a Parquet file, row group after row group.
 
 use super::DataError;
-use super::documents::Source;
+use super::documents::{LINE_BYTES_MAX, Source};
 use parquet::basic::Type as Physical;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::{ByteArray, ByteArrayType};
@@ -102,6 +102,10 @@ impl Rows {
             }
             let mut texts = Vec::with_capacity(rows);
             for value in values {
+                if value.len() > LINE_BYTES_MAX {
+                    let most = LINE_BYTES_MAX >> 20;
+                    return Err(self.bad(format!("the text has more than {most} MiB")));
+                }
                 let text = std::str::from_utf8(value.data()).map(str::to_string);
                 texts.push(text.map_err(|_| self.bad("bytes that are no UTF-8".to_string()))?);
                 self.row += 1;
