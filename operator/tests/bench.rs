@@ -60,6 +60,15 @@ fn a_person_reads_what_was_measured_and_how() {
         "memory", "loss",
     ];
     assert_eq!(names, expected, "{text}");
+    // The parts of a step are all of it.
+    let phases = text.lines().find_map(|line| line.strip_prefix("phases      ")).expect("phases");
+    let (parts, step) = phases.split_once(" of ").expect("the whole");
+    let number = |part: &str| part.rsplit(' ').next().and_then(|number| number.parse().ok());
+    let parts: Vec<f64> = parts.split(", ").filter_map(number).collect();
+    let step: f64 = step.trim_end_matches(" ms (means)").parse().expect("milliseconds");
+    assert_eq!(parts.len(), 6, "{phases}");
+    let rounding = 0.05 * (parts.len() + 1) as f64;
+    assert!((parts.iter().sum::<f64>() - step).abs() <= rounding + 1e-9, "{phases}");
     let numbers = "fp32, moments fp32, gradients auto, attention deterministic, recompute none";
     assert!(text.contains(numbers) && text.contains("1 x 2 sequences of 64: 128 tokens"), "{text}");
 }

@@ -180,7 +180,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
     let mut all = ranks_of(args, &job, &config, (args.warm_up, args.steps))?;
     let first = all.swap_remove(0);
     let Trained { device, imbalance, unevenness, loss, watts, used, .. } = first;
-    let Trained { phases, pace, captures, seconds, .. } = first;
+    let Trained { phases, pace, captures, seconds, again, .. } = first;
     let travels = Travels::new(first.looks, (&job, &config.layout), &device);
     let watts = all.iter().map(|other| other.watts).fold(watts, |sum, of| Some(sum? + of?));
     Ok(Measured {
@@ -200,6 +200,7 @@ fn measure(args: &BenchArgs, preset: Preset) -> Result<Measured, Refused> {
         pace,
         captures,
         seconds,
+        again,
         travels,
         job,
     })
@@ -248,6 +249,7 @@ struct Trained {
     pace: Option<Pace>,
     captures: Captures,
     seconds: Vec<f64>,
+    again: Vec<usize>,
     looks: Vec<CommunicationReport>,
 }
 
@@ -279,7 +281,7 @@ fn train(
     })?;
     let mut gauge = Gauge::of(&engine.model.device, 0, 1);
     engine.look_each(LOOK_EACH);
-    let (mut seconds, mut looks) = (Vec::new(), Vec::new());
+    let (mut seconds, mut again, mut looks) = (Vec::new(), Vec::new(), Vec::new());
     let mut last = StepSummary::default();
     let (mut imbalance, mut unevenness, mut loads) = (0.0, 0.0, Vec::new());
     let steps = u64::from(warm_up + measured);
@@ -302,9 +304,12 @@ fn train(
         if let Some(what) = &summary.non_finite {
             return Err(Refused(1, format!("{what} is not finite at step {}", step + 1)));
         }
+        let is_again = engine.take_again();
         if step < u64::from(warm_up) {
             engine.take_pace();
+            engine.take_phases();
         } else {
+            again.extend(is_again.then_some(seconds.len() + 1));
             seconds.push(took);
             imbalance += summary.expert_imbalance / f64::from(measured);
             unevenness += uneven(job, config, &summary.loads) / f64::from(measured);
@@ -317,7 +322,7 @@ fn train(
         looks.extend(engine.take_communication());
         last = summary;
     }
-    let phases = engine.take_phases().map(|seconds| seconds / steps as f64);
+    let phases = engine.take_phases().map(|all| all / seconds.len().max(1) as f64);
     let (pace, captures) = (engine.take_pace(), engine.captures());
     if let Some(file) = args.trace.as_ref().filter(|_| measured > 0) {
         // All take part, one writes.
@@ -352,6 +357,7 @@ fn train(
         pace,
         captures,
         seconds,
+        again,
         looks,
     })
 }
@@ -395,13 +401,15 @@ struct Measured {
     planned: u64,
     used: Option<u64>,
     watts: Option<f64>,
-    /// Seconds of each phase, mean over all steps.
+    /// Seconds of each phase, mean over the measured steps.
     phases: [f64; StepPhase::COUNT],
     /// Of the measured steps, mean.
     pace: Option<Pace>,
     captures: Captures,
     /// Of each measured step.
     seconds: Vec<f64>,
+    /// Measured steps, from 1, that were computed twice.
+    again: Vec<usize>,
     travels: Travels,
 }
 
@@ -553,7 +561,7 @@ impl Measured {
         text + &format!("{:<12}{:.4} at the last step\n", "loss", self.loss)
     }
 
-    /// Milliseconds, on the device's clock.
+    /// Milliseconds, on the device's clock, and on the host's what is left of a step.
     fn phases_text(&self) -> String {
         let of = |phase| self.phases[phase as usize] * 1e3;
         // What several devices wait for each other, beside what is part of another phase.
@@ -561,14 +569,21 @@ impl Measured {
             1 => String::new(),
             _ => format!("communication {:.1}, ", of(StepPhase::Communication)),
         };
+        let step = self.seconds.iter().sum::<f64>() * 1e3 / self.seconds.len().max(1) as f64;
+        let told: f64 = self.phases.iter().sum::<f64>() * 1e3 - of(StepPhase::Other);
+        let again = match &self.again[..] {
+            [] => String::new(),
+            steps => format!("; computed twice: steps {steps:?}"),
+        };
         format!(
-            "forward {:.1}, backward {:.1}, {waits}numbers {:.1}, update {:.1} ms, \
-             data {:.1} (means)",
+            "forward {:.1}, backward {:.1}, {waits}numbers {:.1}, update {:.1}, data {:.1}, \
+             other {:.1} of {step:.1} ms (means){again}",
             of(StepPhase::Forward),
             of(StepPhase::Backward),
             of(StepPhase::Numbers),
             of(StepPhase::Update),
-            of(StepPhase::Data)
+            of(StepPhase::Data),
+            (step - told).max(0.0)
         )
     }
 
