@@ -25,7 +25,7 @@ use bed::{Bed, Spread};
 use moejob_kernels::cuda::{
     Arch, Compiler, CudaError, Event, GemmConfig, Gpu, Measure, ProductOp, default_cache_dir,
 };
-use moejob_kernels::{DType, Gradients, MoeActivation, MoeDesc, MoeLayer, Output};
+use moejob_kernels::{DType, Gradients, Activation, MoeDesc, MoeLayer, Output};
 use table::{Ceilings, Reading, median};
 
 type Failure = Box<dyn std::error::Error>;
@@ -129,7 +129,7 @@ fn case(
 ) -> Result<(), Failure> {
     let desc = MoeDesc {
         element: options.element,
-        activation: if gated { MoeActivation::Silu } else { MoeActivation::Relu },
+        activation: if gated { Activation::Silu } else { Activation::Relu },
         gated,
         weight_gradients: if options.fp32 { Output::F32 } else { Output::Element },
         ..bed::desc(tokens, dim, hidden, experts, top_k)

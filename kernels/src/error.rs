@@ -5,7 +5,7 @@ use moejob_protocol::kernel_sizes::SizeRefusal;
 use crate::buffer::DType;
 use crate::cpu::isa::Isa;
 use crate::cuda::error::CudaError;
-use crate::types::{MoeActivation, Output};
+use crate::types::Output;
 
 /// Why a device could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -101,8 +101,6 @@ pub enum Refusal {
     Output { found: Output, element: DType, reason: &'static str },
     #[error("{found} tokens are no whole number for each of {sources} ranks")]
     Sources { found: usize, sources: usize },
-    #[error("the activation {found:?}, which a CPU has not; GeluTanh it has")]
-    Activation { found: MoeActivation },
 }
 
 pub(crate) fn range(

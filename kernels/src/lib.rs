@@ -47,7 +47,7 @@ pub use stored::Stored;
 pub use marks::{Pace, PhaseEnds, Span, StepPhase};
 pub use traffic::Traffic;
 pub use stretch::{StretchBegun, StretchEnds, StretchTook};
-pub use types::{Activation, Layout, MoeActivation, NO_EXPERT, Output, RouteGroups, Scoring};
+pub use types::{Activation, BalanceLoss, Layout, NO_EXPERT, Output, RouteGroups, Scoring};
 
 pub use ops::attention::cuda::AttentionKernels;
 pub use ops::attention::op::{Attention, AttentionBackward, AttentionDesc, CachedAttention};
@@ -79,7 +79,7 @@ pub use ops::mixture::op::{
 };
 pub use ops::norm::op::{RmsNorm, RmsNormBackward};
 pub use ops::rope::op::{NormRope, NormRopeBackward, Rope};
-pub use ops::router::balance::{self, Balance, BalanceLoss, Balanced};
+pub use ops::router::balance::{self, Balance, Balanced};
 pub use ops::router::op::{
     self as numbers, AddRouting, BalanceLosses, Mask, MaskRows, MoveCorrections, NormalizeRows,
     NormalizeRowsBackward, RouteEntropy, SumRows, Temper, TemperBackward,

@@ -1,5 +1,7 @@
 //! The words that descriptions of ops have in common.
 
+pub use moejob_protocol::model::{Activation, BalanceLoss, Scoring};
+
 /// How the operands of C [m, n] = A B lie in memory: N as written, T transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Layout {
@@ -20,37 +22,6 @@ pub enum Output {
     /// Sums of products that are rounded to elements, each of the tokens of one rank: in fp64 of
     /// fp32, in pairs of fp64.
     Sums = 2,
-}
-
-/// The function between the two products of an expert.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// x * sigmoid(x)
-    Silu,
-    /// max(x, 0); its derivative at 0 is 0
-    Relu,
-    /// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh form of x * Phi(x)
-    /// (Hendrycks and Gimpel 2016; `gelu_pytorch_tanh` of Hugging Face)
-    Gelu,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MoeActivation {
-    Silu = 0,
-    Relu = 1,
-    /// x * Phi(x), the exact one; not on a CPU
-    Gelu = 2,
-    /// The tanh form of it: `Activation::Gelu` of the CPU's ops
-    GeluTanh = 3,
-}
-
-/// How logits become scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scoring {
-    /// probs = softmax(logits) over the experts (Mixtral, Qwen3-MoE, OLMoE).
-    Softmax,
-    /// probs = sigmoid(logits) (DeepSeek-V3).
-    Sigmoid,
 }
 
 /// Group-limited choice (DeepSeek-V3): only experts of the `kept` best groups may be chosen. A

@@ -9,7 +9,7 @@ use cuda_common::{Expected, Inputs, choices, error, reference, wide};
 use half::{bf16, f16};
 use moejob_kernels::cuda::{Arena, Compiler, Gpu, default_cache_dir};
 use moejob_kernels::{
-    Buffer, DType, Gradients, MoeActivation, MoeDesc, MoeLayer, Output, Refusal, RouteGroups, Saved,
+    Buffer, DType, Gradients, Activation, MoeDesc, MoeLayer, Output, Refusal, RouteGroups, Saved,
     Stacked,
 };
 use moejob_protocol::kernel_sizes::{Size, SizeRefusal};
@@ -300,7 +300,7 @@ fn very_long_reductions() {
 fn tiles_of_192() {
     let base = desc(400, 640, 576, 3, 2);
     check("tiles_of_192", base, &|e| [0.0, 0.5, -1.0][e]);
-    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..base };
+    let relu = MoeDesc { activation: Activation::Relu, gated: false, ..base };
     check("tiles_of_192, relu", relu, &even);
 }
 
@@ -336,16 +336,15 @@ fn many_experts_few_tokens() {
 #[test]
 fn relu_of_two_matrices() {
     let base = desc(777, 256, 320, 5, 2);
-    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..base };
+    let relu = MoeDesc { activation: Activation::Relu, gated: false, ..base };
     check("relu_of_two_matrices", relu, &even);
 }
 
 #[test]
 fn gelu_gated_and_not() {
-    let base = MoeDesc { activation: MoeActivation::Gelu, ..desc(200, 192, 128, 8, 2) };
+    let base = MoeDesc { activation: Activation::Gelu, ..desc(200, 192, 128, 8, 2) };
     check("gelu_gated", base, &even);
     check("gelu_of_two_matrices", MoeDesc { gated: false, ..base }, &even);
-    check("gelu_tanh", MoeDesc { activation: MoeActivation::GeluTanh, ..base }, &even);
 }
 
 #[test]
@@ -385,7 +384,7 @@ fn tails_of_tiles() {
 #[test]
 fn gradients_added_and_experts_apart() {
     let base = desc(600, 256, 192, 5, 2);
-    let activation = MoeActivation::Relu;
+    let activation = Activation::Relu;
     let relu = MoeDesc { activation, gated: false, ..desc(300, 64, 640, 3, 2) };
     for (desc, element) in [(base, DType::Bf16), (relu, DType::F16), (base, DType::F32)] {
         for weight_gradients in [Output::Element, Output::F32] {
@@ -406,12 +405,12 @@ fn gradients_added_and_experts_apart() {
 fn in_fp32() {
     let fp32 = |desc| MoeDesc { element: DType::F32, ..desc };
     check("fp32, two passes of down", fp32(desc(315, 320, 128, 12, 4)), &|e| e as f64 * -0.3);
-    let relu = MoeDesc { activation: MoeActivation::Relu, gated: false, ..desc(97, 64, 192, 3, 2) };
+    let relu = MoeDesc { activation: Activation::Relu, gated: false, ..desc(97, 64, 192, 3, 2) };
     check("fp32, relu of two matrices", fp32(relu), &even);
     let base = MoeDesc { aux_coef: 20.0, z_coef: 10.0, scale: 2.5, ..desc(130, 128, 64, 16, 3) };
     let groups = Some(RouteGroups { count: 4, kept: 2 });
     check("fp32, in groups", fp32(MoeDesc { sigmoid: true, groups, ..base }), &even);
-    let gelu = MoeDesc { activation: MoeActivation::Gelu, ..desc(1, 64, 64, 5, 1) };
+    let gelu = MoeDesc { activation: Activation::Gelu, ..desc(1, 64, 64, 5, 1) };
     check("fp32, gelu of one token", fp32(gelu), &|e| if e == 3 { 9.0 } else { 0.0 });
 }
 

@@ -82,9 +82,8 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
 #define ACT_SILU 0
 #define ACT_RELU 1
 #define ACT_GELU 2
-#define ACT_GELU_TANH 3
-// The activation; `slope` is its derivative there. GELU is the exact one, x * Phi(x), GELU_TANH its
-// tanh form, which is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+// The activation; `slope` is its derivative there. GELU is the tanh form of x * Phi(x), which is
+// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
 template <int KIND> __device__ __forceinline__ float activate_both(float x, float& slope) {
   if (KIND == ACT_SILU) {
     const float s = fast_sigmoid(x), y = x * s;
@@ -95,14 +94,9 @@ template <int KIND> __device__ __forceinline__ float activate_both(float x, floa
     slope = x > 0.f ? 1.f : 0.f;
     return fmaxf(x, 0.f);
   }
-  if (KIND == ACT_GELU_TANH) {
-    const float s = fast_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-    slope = s + x * s * (1.f - s) * (1.59576912f + 0.21406964f * x * x);
-    return x * s;
-  }
-  const float phi = 0.5f * (1.f + erff(x * 0.70710678f));
-  slope = phi + x * 0.39894228f * __expf(-0.5f * x * x);
-  return x * phi;
+  const float s = fast_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+  slope = s + x * s * (1.f - s) * (1.59576912f + 0.21406964f * x * x);
+  return x * s;
 }
 template <int KIND> __device__ __forceinline__ float activate(float x) {
   float slope;

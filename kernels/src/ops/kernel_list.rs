@@ -147,7 +147,7 @@ mod tests {
     use crate::ops::attention::cuda::cache_unit;
     use crate::ops::gate;
     use crate::ops::wire::cuda as wire;
-    use crate::types::{MoeActivation, Output};
+    use crate::types::{Activation, Output};
 
 
     /// Compiles them, wherever NVRTC is; into the folder MOEJOB_CUBIN_CACHE where that is set, so
@@ -267,7 +267,7 @@ mod tests {
             experts: 128,
             top_k: 8,
             part: false,
-            activation: MoeActivation::Silu,
+            activation: Activation::Silu,
             gated: true,
             sigmoid: false,
             norm_topk: true,

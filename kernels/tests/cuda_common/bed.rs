@@ -3,7 +3,7 @@
 
 use moejob_kernels::cuda::{Arena, Compiler, CudaError, Stream};
 use moejob_kernels::{
-    ArenaPlan, Buffer, DType, Gradients, MoeActivation, MoeDesc, MoeLayer, MoeTensors, Observer,
+    ArenaPlan, Buffer, DType, Gradients, Activation, MoeDesc, MoeLayer, MoeTensors, Observer,
     Output, Stacked, Weights,
 };
 
@@ -23,7 +23,7 @@ pub fn desc(
         experts,
         top_k,
         part: false,
-        activation: MoeActivation::Silu,
+        activation: Activation::Silu,
         gated: true,
         sigmoid: false,
         norm_topk: true,

@@ -11,15 +11,18 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::Arguments;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The function of `gate` in `f(gate) * up`, between the products of an expert. Kernels of GPUs
+/// name it by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Activation {
-    /// `silu(gate) * up`, three matrices an expert.
+    /// x * sigmoid(x)
     Silu,
-    /// `gelu(gate) * up`, the tanh form.
-    Gelu,
-    /// `relu(gate) * up`.
+    /// max(x, 0); its derivative at 0 is 0
     Relu,
+    /// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh form of x * Phi(x)
+    /// (Hendrycks and Gimpel 2016; `gelu_pytorch_tanh` of Hugging Face)
+    Gelu,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

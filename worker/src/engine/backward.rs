@@ -3,7 +3,6 @@
 use crate::engine::beside;
 use crate::engine::buckets::Last;
 use crate::engine::forward::{Pass, rows};
-use crate::engine::fused::activation;
 use crate::engine::handles::{Dense, DenseLayer, ExpertStacks, GatedWeights, Linear};
 use moejob_kernels::{
     AddUp, AttentionBackward, BiasBackward, Buffer, ClampBackward, EmbedBackward, GatedMulBackward,
@@ -170,7 +169,7 @@ impl Pass<'_> {
         let plain = |weight| Linear { weight, bias: None };
         let (down, d_down) = (plain(weights.down), plain(gradients.down));
         self.linear_backward(t, [hidden, dx, d_out], [down, d_down], (false, adds));
-        let activation = activation(self.model.config.experts.activation);
+        let activation = self.model.config.experts.activation;
         let op = GatedMulBackward { activation, gate, up, d_out, dgate, dup };
         self.model.device.gated_mul_backward(&op);
         let (gate, d_gate) = (plain(weights.gate), plain(gradients.gate));

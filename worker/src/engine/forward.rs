@@ -5,7 +5,6 @@
 
 use crate::engine::backward::{Later, Leaf};
 use crate::engine::beside;
-use crate::engine::fused::activation;
 use crate::engine::handles::{DenseLayer, GatedWeights, Linear};
 use crate::engine::links::Links;
 use crate::engine::model::Model;
@@ -298,7 +297,7 @@ impl<'a> Pass<'a> {
         let plain = |weight| Linear { weight, bias: None };
         self.linear(t, x, plain(weights.gate), gate, false);
         self.linear(t, x, plain(weights.up), up, false);
-        let activation = activation(self.model.config.experts.activation);
+        let activation = self.model.config.experts.activation;
         self.model.device.gated_mul(&GatedMul { activation, gate, up, out: hidden });
         self.linear(t, hidden, plain(weights.down), out, true);
     }

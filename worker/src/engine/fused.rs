@@ -11,20 +11,12 @@ use crate::engine::backward::Leaf;
 use crate::engine::forward::Pass;
 use crate::engine::model::Model;
 use moejob_kernels::{
-    Buffer, DType, Each, Gradients, MoeActivation, MoeBackward, MoeDesc, MoeExperts,
+    Buffer, DType, Each, Gradients, MoeBackward, MoeDesc, MoeExperts,
     MoeExpertsBackward, MoeForward, MoeHidden, MoePlace, MoeRoute, MoeTensors, Output, RouteGroups,
     Saved, Sources, Weights,
 };
 use moejob_protocol::buffers::Fused;
-use moejob_protocol::model::{Activation, ModelConfig, Scoring};
-
-pub(crate) fn activation(name: Activation) -> moejob_kernels::Activation {
-    match name {
-        Activation::Silu => moejob_kernels::Activation::Silu,
-        Activation::Relu => moejob_kernels::Activation::Relu,
-        Activation::Gelu => moejob_kernels::Activation::Gelu,
-    }
-}
+use moejob_protocol::model::{ModelConfig, Scoring};
 
 /// The layer of `tokens` in `segments`, whose losses count `router_scale` times. Where a gate
 /// chooses it is a part: the experts alone.
@@ -46,11 +38,7 @@ pub(crate) fn describe(
         experts: experts.count as usize,
         top_k: model.slots() as usize,
         part: !plain,
-        activation: match experts.activation {
-            Activation::Silu => MoeActivation::Silu,
-            Activation::Relu => MoeActivation::Relu,
-            Activation::Gelu => MoeActivation::GeluTanh,
-        },
+        activation: experts.activation,
         gated: true,
         sigmoid: router.scoring == Scoring::Sigmoid,
         norm_topk: router.norm_topk_prob,

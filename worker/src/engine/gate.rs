@@ -16,13 +16,12 @@ use crate::engine::model::Model;
 use moejob_kernels::balance::row;
 use moejob_kernels::philox::Draw;
 use moejob_kernels::{
-    Add, ArenaPlan, BalanceLoss, BalanceLosses, Buffer, Cast, Choice, DType, Gate, GateBackward,
-    Layout as Order, Load, LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups, Scoring,
+    Add, ArenaPlan, BalanceLosses, Buffer, Cast, Choice, DType, Gate, GateBackward,
+    Layout as Order, Load, LogitNoise, Mask, MaskRows, Matmul, NO_EXPERT, RouteGroups,
 };
 use moejob_protocol::buffers::{GateScratch, Router, RouterScratch};
 use moejob_protocol::model::{
-    AuxLossScope, BalanceLoss as BalanceName, ModelConfig, RouterConfig, RouterKind,
-    Scoring as ScoringName,
+    AuxLossScope, BalanceLoss, ModelConfig, RouterConfig, RouterKind,
 };
 
 /// What the noise of a micro-batch depends on beside layer and token; none while evaluating.
@@ -70,7 +69,7 @@ impl Rules {
         Gate {
             segments: self.segments,
             choice: self.choice(model),
-            scoring: scoring(config.scoring),
+            scoring: config.scoring,
             norm_topk: config.norm_topk_prob,
             scale: config.scale,
             groups: (config.groups > 1).then_some(groups),
@@ -83,8 +82,8 @@ impl Rules {
                 None => LogitNoise::None,
             },
             load: match (config.balance_loss, raw) {
-                (BalanceName::LoadImportance, _) if self.trains => Load::Tutel { std },
-                (BalanceName::CvSquared, Some(raw)) => Load::Shazeer { raw },
+                (BalanceLoss::LoadImportance, _) if self.trains => Load::Tutel { std },
+                (BalanceLoss::CvSquared, Some(raw)) => Load::Shazeer { raw },
                 _ => Load::None,
             },
             ..Gate::of(tokens, count, model.slots() as usize)
@@ -234,7 +233,7 @@ impl Model {
     ) -> BalanceLosses {
         let (experts, segments) = (self.expert_count(), self.segments(t));
         let width = row::COUNT * experts;
-        let loss = balance_loss(self.config.router.balance_loss);
+        let loss = self.config.router.balance_loss;
         let (tokens, stats) = match &self.buffers.numbers.balance {
             Some(of_layers) if self.has_one_balance() => {
                 (t * self.mixture.len(), of_layers.sum)
@@ -426,24 +425,5 @@ impl Pass<'_> {
             let mask = Mask::Dropout { p: self.model.config.router.input_dropout };
             self.mask(layer, t, mask, [dropped, dnorm], false);
         }
-    }
-}
-
-fn balance_loss(name: BalanceName) -> BalanceLoss {
-    match name {
-        BalanceName::Switch => BalanceLoss::Switch,
-        BalanceName::Gshard => BalanceLoss::Gshard,
-        BalanceName::FirstChoice => BalanceLoss::FirstChoice,
-        BalanceName::LoadImportance => BalanceLoss::LoadImportance,
-        BalanceName::CvSquared => BalanceLoss::CvSquared,
-        BalanceName::Kl => BalanceLoss::Kl,
-        BalanceName::None => BalanceLoss::None,
-    }
-}
-
-pub(crate) fn scoring(name: ScoringName) -> Scoring {
-    match name {
-        ScoringName::Softmax => Scoring::Softmax,
-        ScoringName::Sigmoid => Scoring::Sigmoid,
     }
 }

@@ -1,7 +1,6 @@
 //! What a round leaves of its routing, beside activations: statistics, losses, loads, switches.
 
 use crate::engine::forward::Pass;
-use crate::engine::gate::scoring;
 use crate::engine::model::Model;
 use crate::engine::round::Aim;
 use moejob_kernels::balance::row;
@@ -73,7 +72,7 @@ impl Pass<'_> {
         if model.plain {
             model.device.route_entropy(&RouteEntropy {
                 experts,
-                scoring: scoring(model.config.router.scoring),
+                scoring: model.config.router.scoring,
                 probs: kept.probs.slice(0, kept.probs.len().min(t * experts)),
                 logits: kept.logits.slice(0, t * experts),
                 lse: kept.lse.slice(0, t),

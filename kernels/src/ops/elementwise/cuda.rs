@@ -11,7 +11,6 @@ use crate::ops::elementwise::op::{
     Add, Clamp, ClampBackward, Fill, GatedMul, GatedMulBackward, GatherRows, InitNormal, ScatterSum,
     Strided, Sum,
 };
-use crate::types::Activation;
 
 static ELEMENTWISE: Text = Text {
     name: "elements",
@@ -30,15 +29,6 @@ const THREADS: usize = 256;
 fn launch(len: usize, element: DType, whole: i32) -> Launch {
     let each = if whole == 1 { 16 / element.size() } else { 1 };
     Launch::new(len.div_ceil(each).div_ceil(THREADS).clamp(1, i32::MAX as usize), THREADS as u32)
-}
-
-/// As the kernels count them.
-fn kind(activation: Activation) -> i32 {
-    match activation {
-        Activation::Silu => 0,
-        Activation::Relu => 1,
-        Activation::Gelu => 3,
-    }
 }
 
 /// A number in an element.
@@ -174,7 +164,7 @@ impl CudaDevice {
             let [gate, up, out] =
                 [op.gate, op.up, op.out].map(|buffer| to.of(buffer, element, len));
             let whole = all_whole(&[gate, up, out]);
-            let (launch, kind) = (launch(len, element, whole), kind(op.activation));
+            let (launch, kind) = (launch(len, element, whole), op.activation as i32);
             let len = len as u64;
             let kernel = (unit(element), "gated_mul");
             // SAFETY: the parameters are those of `gated_mul`, the lengths were checked.
@@ -188,7 +178,7 @@ impl CudaDevice {
             let all = [op.gate, op.up, op.d_out, op.dgate, op.dup];
             let [gate, up, d_out, dgate, dup] = all.map(|buffer| to.of(buffer, element, len));
             let whole = all_whole(&[gate, up, d_out, dgate, dup]);
-            let (launch, kind) = (launch(len, element, whole), kind(op.activation));
+            let (launch, kind) = (launch(len, element, whole), op.activation as i32);
             let len = len as u64;
             let kernel = (unit(element), "gated_mul_backward");
             let parameters = parameters![gate, up, d_out, dgate, dup, len, whole, kind];

@@ -110,7 +110,7 @@ fill(element* x, u64 len, int whole, float value) {
 // In fp32 the sigmoid is the exact one: the fast one has 22 bits.
 template <int KIND> __device__ __forceinline__ float act(float x, float& slope) {
   if (ELEMENT == FP32 && KIND != ACT_RELU) {
-    const bool gelu = KIND == ACT_GELU_TANH;
+    const bool gelu = KIND == ACT_GELU;
     const float square = fminf(x * x, 1e4f);
     const float u = gelu ? x * (1.59576912f + 0.0713548163f * square) : x;
     const float du = gelu ? 1.59576912f + 0.214064449f * square : 1.f;
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(256)
 gated_mul(const element* gate, const element* up, element* out, u64 len, int whole, int kind) {
   if (kind == ACT_SILU) each(len, whole, Gated<ACT_SILU>{gate, up, out});
   else if (kind == ACT_RELU) each(len, whole, Gated<ACT_RELU>{gate, up, out});
-  else each(len, whole, Gated<ACT_GELU_TANH>{gate, up, out});
+  else each(len, whole, Gated<ACT_GELU>{gate, up, out});
 }
 
 template <int KIND> struct GatedBackward {
@@ -166,7 +166,7 @@ gated_mul_backward(const element* gate, const element* up, const element* d_out,
   else if (kind == ACT_RELU)
     each(len, whole, GatedBackward<ACT_RELU>{gate, up, d_out, dgate, dup});
   else
-    each(len, whole, GatedBackward<ACT_GELU_TANH>{gate, up, d_out, dgate, dup});
+    each(len, whole, GatedBackward<ACT_GELU>{gate, up, d_out, dgate, dup});
 }
 
 // x[i] = std z(seed, name, first + i), the CPU's bits. A pair of numbers a thread.

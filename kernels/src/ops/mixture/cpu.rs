@@ -22,7 +22,7 @@ use crate::ops::mixture::op::{
     Each, MoeBackward, MoeCombine, MoeExperts, MoeExpertsBackward, MoeForward, MoeHidden, MoePlace,
     MoePlan, MoeRoute, MoeRouterBackward, MoeUpGradient, Sources,
 };
-use crate::types::{Activation, Layout, MoeActivation, NO_EXPERT, Output, Scoring};
+use crate::types::{Layout, NO_EXPERT, Output, Scoring};
 
 /// Ranges of the workspace: forward's, then backward's, which need not outlive each other.
 struct Scratch {
@@ -110,24 +110,12 @@ fn check(desc: &MoeDesc) -> Result<(), Refusal> {
         let devices = "a CPU computes in F32 or F64";
         return Err(Refusal::Element { found: desc.element, devices });
     }
-    if desc.activation == MoeActivation::Gelu {
-        return Err(Refusal::Activation { found: desc.activation });
-    }
     if desc.weight_gradients == Output::F32 {
         let (found, element) = (desc.weight_gradients, desc.element);
         let reason = "on a CPU they are elements, or sums";
         return Err(Refusal::Output { found, element, reason });
     }
     desc.check_counts()
-}
-
-fn activation(desc: &MoeDesc) -> Activation {
-    match desc.activation {
-        MoeActivation::Silu => Activation::Silu,
-        MoeActivation::Relu => Activation::Relu,
-        MoeActivation::GeluTanh => Activation::Gelu,
-        MoeActivation::Gelu => panic!("`plan` refuses {:?} on a CPU", desc.activation),
-    }
 }
 
 fn scoring(desc: &MoeDesc) -> Scoring {
@@ -351,7 +339,7 @@ fn hidden_rows<T: GemmFloat>(cpu: &mut CpuDevice, desc: &MoeDesc, tensors: &MoeT
     cpu.experts_up::<T>(&ExpertsUp {
         dim: desc.dim,
         hidden: desc.hidden,
-        activation: activation(desc),
+        activation: desc.activation,
         gated: desc.gated,
         x: tensors.x,
         row_index: saved.rows,
@@ -376,7 +364,7 @@ fn hidden_gradient<T: GemmFloat>(
     cpu.experts_down_backward::<T>(&ExpertsDownBackward {
         dim,
         hidden,
-        activation: activation(desc),
+        activation: desc.activation,
         gated,
         dy: dout,
         row_index: rows,

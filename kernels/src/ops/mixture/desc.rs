@@ -4,7 +4,7 @@ use moejob_protocol::kernel_sizes::{ALIGNMENT, EXPERTS_MAX, GROUPS_MAX, LayerSiz
 
 use crate::buffer::{Buffer, DType};
 use crate::error::{Refusal, all_taken, range};
-use crate::types::{MoeActivation, Output, RouteGroups};
+use crate::types::{Activation, Output, RouteGroups};
 
 /// A layer's shape and its meaning. See [`crate::Route`] for the router's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,7 +20,7 @@ pub struct MoeDesc {
     /// The experts are some of those that tokens choose of, so there may be fewer than `top_k`.
     /// Such a layer has no router: see [`crate::MoeExperts`]
     pub part: bool,
-    pub activation: MoeActivation,
+    pub activation: Activation,
     /// act(gate) * up, else act(up)
     pub gated: bool,
     /// Scores by sigmoid, else by softmax

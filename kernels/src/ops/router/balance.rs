@@ -9,6 +9,7 @@
 //! sum over the experts. Choices are counted before any is dropped, and held constant.
 
 use crate::cpu::float::ln;
+use crate::types::BalanceLoss;
 
 /// Rows of the statistics of a segment, each [E] in f64.
 pub mod row {
@@ -24,32 +25,6 @@ pub mod row {
     pub const LOAD: usize = 4;
     /// How many there are.
     pub const COUNT: usize = 5;
-}
-
-/// Which loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BalanceLoss {
-    None,
-    /// E * sum_e f_e P_e, f_e = chosen_e / T. Fedus et al. 2021 (Switch Transformer, arXiv
-    /// 2101.03961), eq. 4 to 6; with K > 1 perfect balance costs K, as in Hugging Face's
-    /// `load_balancing_loss_func`. DeepSeek-V3's (arXiv 2412.19437, eq. 17 to 20) is 1/K of it.
-    Switch,
-    /// (1 / E) * sum_e g_e P_e, g_e = first_e / T. Lepikhin et al. 2020 (GShard, arXiv 2006.16668),
-    /// Algorithm 1, line 13; perfect balance costs 1 / E^2.
-    Gshard,
-    /// E * sum_e g_e P_e: GShard's times E^2, as Tutel's `gshard_loss` has it.
-    FirstChoice,
-    /// (cv2(importance) + cv2(load)) / 2 with cv2(x) = var(x) / (mean(x)^2 + 1e-10), the variance
-    /// divided by E - 1. Tutel's `load_importance_loss`, after Riquelme et al. 2021 (V-MoE, arXiv
-    /// 2106.05974), appendix A.
-    LoadImportance,
-    /// cv2(importance) + cv2(load), the variance divided by E. Shazeer et al. 2017 (arXiv
-    /// 1701.06538), eq. 6, 7 and 11.
-    CvSquared,
-    /// KL(P || uniform) = sum_e P_e ln(E P_e) = ln E - H(P): zero in balance, differentiable
-    /// everywhere, blind to the choice itself. The part of a mutual-information loss that spreads
-    /// the experts (Chen et al. 2023, Mod-Squad, arXiv 2212.08066).
-    Kl,
 }
 
 /// A loss of segments of `tokens` tokens.

@@ -11,9 +11,8 @@
 use std::ops::Range;
 
 use crate::buffer::{Buffer, DType};
-use crate::ops::router::balance::BalanceLoss;
 use crate::philox::Draw;
-use crate::types::Scoring;
+use crate::types::{BalanceLoss, Scoring};
 
 /// Which random factors.
 #[derive(Clone, Copy, Debug, PartialEq)]
