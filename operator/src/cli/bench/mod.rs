@@ -569,8 +569,10 @@ impl Measured {
             1 => String::new(),
             _ => format!("communication {:.1}, ", of(StepPhase::Communication)),
         };
-        let step = self.seconds.iter().sum::<f64>() * 1e3 / self.seconds.len().max(1) as f64;
         let told: f64 = self.phases.iter().sum::<f64>() * 1e3 - of(StepPhase::Other);
+        // A step that is begun ahead is computed in part before the first one is measured.
+        let step = self.seconds.iter().sum::<f64>() * 1e3 / self.seconds.len().max(1) as f64;
+        let step = step.max(told);
         let again = match &self.again[..] {
             [] => String::new(),
             steps => format!("; computed twice: steps {steps:?}"),
@@ -583,7 +585,7 @@ impl Measured {
             of(StepPhase::Numbers),
             of(StepPhase::Update),
             of(StepPhase::Data),
-            (step - told).max(0.0)
+            step - told
         )
     }
 
