@@ -103,6 +103,8 @@ pub enum Weight<'a> {
 pub struct ClassSeen {
     pub name: String,
     pub value: i32,
+    /// Jobs of lower ones stop for those of this one.
+    pub preempts: bool,
     /// It is that of pods which name none.
     pub is_default: bool,
 }
@@ -396,6 +398,7 @@ fn class_seen(class: PriorityClass) -> ClassSeen {
     ClassSeen {
         name: class.metadata.name.unwrap_or_default(),
         value: class.value,
+        preempts: class.preemption_policy.as_deref() != Some("Never"),
         is_default: class.global_default == Some(true),
     }
 }

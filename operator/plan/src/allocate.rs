@@ -5,15 +5,16 @@
 //! ```
 //!
 //! Jobs are served by priority, age and uid. What a job has it keeps. A job that fits (its least
-//! gang can be formed of what it has and what is free) gets as many nodes as make its largest gang;
-//! spares come when all gangs have been served. One that does not fit gets nothing, and gives back
-//! what it has unless its gang runs; so a smaller job may pass it, and two jobs that fit only one
-//! at a time never hold half of their nodes each.
+//! gang can be formed of what it has and what is free) gets that first, and as many nodes as make
+//! its largest gang when all have got theirs; spares come when all gangs have been served. One that
+//! does not fit gets nothing, and gives back what it has unless its gang runs; so a smaller job may
+//! pass it, and two jobs that fit only one at a time never hold half of their nodes each.
 //!
-//! What a gang has beyond its least one is lent. A job that waits calls back as much of it as it
-//! lacks from running jobs behind it, the last one first, if it fits then; they shrink, and it
-//! keeps what is free meanwhile. A job that has waited for long keeps what it could use from others
-//! that are to start behind it; those that run may borrow it.
+//! What a gang has beyond its least one is lent, and so is all that a job has which has passed
+//! another one, or is of a lower priority. A job that waits calls back as much of it as it lacks
+//! from jobs behind it, the last one first, if it fits then, and keeps what is free meanwhile. They
+//! shrink where that is enough. So nobody waits for a job behind it, and no node idles for one that
+//! cannot start yet.
 
 mod eligible;
 mod lend;
@@ -22,11 +23,9 @@ mod memory;
 pub use eligible::{
     Against, Needs, Taint, Toleration, is_pause, unhealthy, unhealthy_label,
 };
-pub use lend::PASSED_MAX;
 pub use memory::{Memory, UNSEEN_TIMEOUT};
 
 use crate::observed::{Millis, Node, Observed, Outcome, Size, Wanted, Worker};
-use crate::pods::LABEL_HOST;
 use moejob_fabric::FabricFacts;
 use moejob_fabric::topology::{NodeInfo, Places};
 use moejob_manifest::job::{Closeness, Job};
@@ -44,9 +43,6 @@ pub const HOLD_TIMEOUT: Millis = 300_000;
 
 /// A node on which a job avoids to start a worker is kept for it for so long.
 pub const RESERVED_MAX: Millis = 60_000;
-
-/// Host names that a pod is kept from, at most.
-const THERE_MAX: usize = 512;
 
 /// How nodes are chosen where the job does not say: beside each other.
 const PACKED: (Level, Closeness) = (Level::Rack, Closeness::Preferred);
@@ -75,8 +71,13 @@ pub struct Demand {
     pub uid: String,
     /// Of its PriorityClass; 0 without one.
     pub priority: i32,
+    /// A job of a lower priority stops for it where it would fit then.
+    pub preempts: bool,
     /// Milliseconds since 1970.
     pub created: Millis,
+    /// Since when it waits for nodes, or has them. None: only just; and as long as nobody is to
+    /// stop for it.
+    pub since: Option<Millis>,
     /// Nodes of the gangs that work, ascending; empty when it wants none.
     pub sizes: Vec<u32>,
     pub spares: u32,
@@ -166,7 +167,7 @@ impl Demand {
         observed: &Observed,
         claim: Claim,
         needs: Needs,
-        (uid, priority, created): (&str, i32, Millis),
+        uid: &str,
         holds: BTreeSet<String>,
     ) -> Demand {
         let wanted = &observed.wanted;
@@ -174,7 +175,7 @@ impl Demand {
         let sizes = wanted.sizes.iter().map(|size| size.nodes);
         let mut sizes: Vec<u32> = sizes.filter(|nodes| range.contains(nodes)).collect();
         let mut spares = wanted.spares;
-        let Claim { over, halting, standing, leaving } = claim;
+        let Claim { over, halting, standing, leaving, since } = claim;
         if over {
             sizes.clear();
         } else if halting {
@@ -184,8 +185,6 @@ impl Demand {
         }
         Demand {
             uid: uid.to_string(),
-            priority,
-            created,
             sizes,
             spares,
             groups: groups(wanted),
@@ -194,7 +193,8 @@ impl Demand {
             holds,
             leaving,
             standing,
-            barred: None,
+            since,
+            ..Demand::default()
         }
     }
 
@@ -220,6 +220,8 @@ pub struct Claim {
     /// Nodes of workers that are told to stop: nobody waits until a silent one is confirmed as
     /// ended.
     pub leaving: BTreeSet<String>,
+    /// See `Demand::since`.
+    pub since: Option<Millis>,
 }
 
 impl Claim {
@@ -240,6 +242,7 @@ impl Claim {
             halting,
             standing: Standing::of(observed),
             leaving: leaving.map(|worker| worker.node.clone()).collect(),
+            since: None,
         }
     }
 }
@@ -295,10 +298,15 @@ impl Ground {
 /// Decides. Equal inputs give equal allocations, whatever the order of nodes and jobs.
 pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) -> Allocation {
     let jobs = in_order(jobs);
-    let mut allocator = Allocator::new(ground, memory, now);
-    (0..).zip(&jobs).for_each(|(rank, job)| allocator.hold(rank, job));
-    let gangs: Vec<Given> =
-        (0..).zip(&jobs).map(|(rank, job)| allocator.gang(rank, job)).collect();
+    // Whole gangs lie best where each is chosen at once; where somebody waits, least ones come
+    // first.
+    let (mut allocator, mut gangs) = gangs(ground, &jobs, (memory, now), usize::MAX);
+    if jobs.iter().zip(&gangs).any(|(job, given)| !job.sizes.is_empty() && !given.fits) {
+        (allocator, gangs) = self::gangs(ground, &jobs, (memory, now), 1);
+        for (job, given) in jobs.iter().zip(&mut gangs).filter(|(_, given)| given.fits) {
+            allocator.grow(job, given, usize::MAX);
+        }
+    }
     let mut jobs_granted = BTreeMap::new();
     for (job, mut given) in jobs.iter().zip(gangs) {
         if given.fits {
@@ -309,19 +317,33 @@ pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) 
     Allocation { jobs: jobs_granted, requeue: allocator.requeue }
 }
 
+/// Of each job one of its `count` smallest gangs, the largest that can be.
+fn gangs<'a>(
+    ground: &'a Ground,
+    jobs: &'a [&'a Demand],
+    (memory, now): (&'a Memory, Millis),
+    count: usize,
+) -> (Allocator<'a>, Vec<Given>) {
+    let mut allocator = Allocator::new(ground, jobs, memory, now);
+    (0..jobs.len()).for_each(|rank| allocator.hold(rank));
+    let gangs = (0..jobs.len()).map(|rank| allocator.gang(rank, count)).collect();
+    (allocator, gangs)
+}
+
 struct Allocator<'a> {
     ground: &'a Ground,
     nodes: &'a [ClusterNode],
     places: &'a Places,
+    /// In the order in which they are served; a job's rank is its place there.
+    jobs: &'a [&'a Demand],
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
-    /// Of a node of a running job its rank, and of each rank how many nodes it has been lent.
+    /// Of a node the rank of the job that has it, and of each rank how many nodes it has beyond its
+    /// least gang.
     borrower: Vec<Option<usize>>,
     lent: BTreeMap<usize, usize>,
     /// Called back from its borrower.
     called_back: Vec<bool>,
-    /// Kept from jobs that are to start, for one that has waited for long.
-    kept: Vec<bool>,
     /// What is against each node for jobs with these needs; most jobs of a cluster have the same.
     verdicts: Vec<(&'a Needs, Vec<Option<Against<'a>>>)>,
     memory: &'a Memory,
@@ -346,16 +368,21 @@ struct Given {
 }
 
 impl<'a> Allocator<'a> {
-    fn new(ground: &'a Ground, memory: &'a Memory, now: Millis) -> Allocator<'a> {
+    fn new(
+        ground: &'a Ground,
+        jobs: &'a [&'a Demand],
+        memory: &'a Memory,
+        now: Millis,
+    ) -> Allocator<'a> {
         Allocator {
             ground,
+            jobs,
             nodes: &ground.nodes,
             places: &ground.places,
             free: vec![true; ground.nodes.len()],
             borrower: vec![None; ground.nodes.len()],
             lent: BTreeMap::new(),
             called_back: vec![false; ground.nodes.len()],
-            kept: vec![false; ground.nodes.len()],
             verdicts: Vec::new(),
             memory,
             now,
@@ -384,7 +411,8 @@ impl<'a> Allocator<'a> {
         job.needs.keeps(&self.nodes[node]) && !self.called_back[node]
     }
 
-    fn gang(&mut self, rank: usize, job: &'a Demand) -> Given {
+    fn gang(&mut self, rank: usize, count: usize) -> Given {
+        let job = self.jobs[rank];
         let own = self.own(job);
         let stay: Vec<usize> = own.iter().copied().filter(|at| self.keeps(job, *at)).collect();
         let mut given = Given { keeps: true, own, ..Given::default() };
@@ -401,38 +429,16 @@ impl<'a> Allocator<'a> {
         let (Some(least), Some(most)) = (job.sizes.first(), job.sizes.last()) else {
             return given;
         };
-        let (mut candidates, mut against) = self.candidates(job, &given.own);
-        if stay.len() < *least as usize {
-            let all = candidates.len();
-            candidates.retain(|at| !self.kept[*at]);
-            match all - candidates.len() {
-                0 => {}
-                kept => against = format!("{against}, {kept} kept for a job before it"),
-            }
-        }
+        let (candidates, against) = self.candidates(job, &given.own);
         let ordered = self.ordered(job, &stay, &candidates, *least, *most + job.spares);
         let possible = (stay.len() + ordered.len()) as u32;
-        match job.sizes.iter().rfind(|size| **size <= possible) {
-            Some(size) => {
-                // What is on its way out counts as there, unless a gang can be formed without it.
-                let here = stay.iter().filter(|at| !self.leaves(job, **at)).count();
-                let certain = (here + ordered.len()) as u32;
-                let missing = match job.sizes.iter().rfind(|size| **size <= certain) {
-                    Some(size) => (*size as usize).saturating_sub(here),
-                    None => (*size as usize).saturating_sub(stay.len()),
-                };
-                let missing = missing.min(ordered.len());
+        match *least <= possible {
+            true => {
                 given.fits = true;
-                given.new = ordered[..missing].to_vec();
-                given.rest = ordered[missing..].to_vec();
-                given.new.iter().for_each(|node| self.free[*node] = false);
-                given.why = format!(
-                    "a gang of {size}: {} {} its own",
-                    several(stay.len(), "node"),
-                    one_or_more(stay.len(), "is", "are")
-                );
+                given.rest = ordered;
+                self.grow(job, &mut given, count);
             }
-            None => {
+            false => {
                 let own = given.own.len();
                 given.keeps = match job.standing {
                     Standing::Running => true,
@@ -442,57 +448,27 @@ impl<'a> Allocator<'a> {
                         self.now < since + HOLD_TIMEOUT
                     }
                 };
-                let lacks = (*least - possible) as usize;
-                let kept = match given.keeps {
-                    true => self.reserve(job, *least - possible, &ordered),
-                    false => String::new(),
-                };
-                let (is_given, kept) = match kept.is_empty() {
-                    true => self.call_back((rank, job), &stay, &candidates, lacks),
-                    false => (true, kept),
-                };
-                if !is_given {
-                    (given.missing, given.there) = (*least - possible, self.there(job));
+                let lacks = *least - possible;
+                let reserved = if given.keeps { self.reserve(job, lacks, &ordered) } else { None };
+                let comes = reserved.or_else(|| self.call_back(rank, &stay, &candidates));
+                if comes.is_none() {
+                    (given.missing, given.there) = (lacks, self.there(job));
                 }
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
+                    _ if given.own.iter().all(|at| self.called_back[*at]) => {
+                        "a job before it needs what it has"
+                    }
                     (_, true) => "it keeps what it has",
                     (_, false) => "it gives back what it has",
                 };
+                let comes = comes.unwrap_or_default();
                 given.why = format!(
-                    "waits for nodes: {possible} of {least} fit{against}; {fate}{kept}"
+                    "waits for nodes: {possible} of {least} fit{against}; {fate}{comes}"
                 );
             }
         }
         given
-    }
-
-    /// Host names of the nodes on which a worker of the job fits now, so many at most.
-    fn there(&mut self, job: &'a Demand) -> Vec<String> {
-        let verdicts = self.verdicts(&job.needs);
-        let of_all = self.nodes.iter().zip(&self.verdicts[verdicts].1);
-        let fit = of_all.filter(|(_, against)| against.is_none());
-        let host = |node: &ClusterNode| node.labels.get(LABEL_HOST).unwrap_or(&node.name).clone();
-        fit.map(|(node, _)| host(node)).take(THERE_MAX).collect()
-    }
-
-    /// Of a job that lacks nothing but nodes on which its own workers have just failed: nobody
-    /// takes those while they rest, nor what is free beside them. Another job would keep them.
-    fn reserve(&mut self, job: &'a Demand, lacks: u32, beside: &[usize]) -> String {
-        let verdicts = self.verdicts(&job.needs);
-        let rests = |at: &usize| {
-            let until = self.memory.avoided_until(&job.uid, &self.nodes[*at].name);
-            let soon = self.now < until && until <= self.now + RESERVED_MAX;
-            soon && self.free[*at] && self.verdicts[verdicts].1[*at].is_none()
-        };
-        let resting: Vec<usize> =
-            (0..self.nodes.len()).filter(rests).take(lacks as usize).collect();
-        if resting.len() < lacks as usize {
-            return String::new();
-        }
-        resting.iter().chain(beside).for_each(|at| self.free[*at] = false);
-        let names: Vec<&str> = resting.iter().map(|at| self.nodes[*at].name.as_str()).collect();
-        format!("; kept for it while its workers rest there: {}", names.join(", "))
     }
 
     fn leaves(&self, job: &Demand, node: usize) -> bool {
@@ -566,6 +542,31 @@ impl<'a> Allocator<'a> {
         // Beside most of them first.
         nodes.sort_by_cached_key(|at| Reverse(beside(*at)));
         nodes
+    }
+
+    /// Takes what it needs for one of its `count` smallest sizes, the largest that can be.
+    fn grow(&mut self, job: &Demand, given: &mut Given, count: usize) {
+        given.rest.retain(|at| self.free[*at]);
+        let own = given.own.iter().filter(|at| self.keeps(job, **at));
+        let stay: Vec<usize> = own.copied().collect();
+        // What is on its way out counts as there, unless a gang can be formed without it.
+        let here = stay.iter().filter(|at| !self.leaves(job, **at)).count();
+        let mut sizes = job.sizes.iter().take(count).map(|size| *size as usize);
+        let most = given.new.len() + given.rest.len();
+        let certain = sizes.clone().rfind(|size| *size <= here + most);
+        let possible = sizes.rfind(|size| *size <= stay.len() + most).unwrap_or(0);
+        let needs = certain.map_or(possible.saturating_sub(stay.len()), |size| {
+            size.saturating_sub(here)
+        });
+        let missing = needs.saturating_sub(given.new.len()).min(given.rest.len());
+        let taken: Vec<usize> = given.rest.drain(..missing).collect();
+        taken.iter().for_each(|node| self.free[*node] = false);
+        given.new.extend(taken);
+        given.why = format!(
+            "a gang of {possible}: {} {} its own",
+            several(stay.len(), "node"),
+            one_or_more(stay.len(), "is", "are")
+        );
     }
 
     /// All gangs have been served: what is left may be kept warm.

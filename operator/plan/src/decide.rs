@@ -450,12 +450,14 @@ impl<'o> Planner<'o> {
             return Some((StopCause::Shrink, why));
         }
         let called = self.called_back(gang);
-        if called > 0
-            && let Some(size) = self.size_for((present + newcomers).saturating_sub(called))
-        {
+        if called > 0 {
             let nodes = several(called, "node");
-            let to = several(size.nodes, "node");
-            let why = format!("give {nodes} back to a job before it: {to} after this step");
+            let left = match self.size_for((present + newcomers).saturating_sub(called)) {
+                Some(size) => several(size.nodes, "node"),
+                None if self.observed.is_preempted() => "none".to_string(),
+                None => return None,
+            };
+            let why = format!("give {nodes} back to a job before it: {left} after this step");
             return Some((StopCause::Shrink, why));
         }
         let leaves = |worker: &Worker| worker.stopping || !self.index.is_usable(&worker.node);

@@ -258,7 +258,7 @@ pub enum StopCause {
     Growth,
     /// A member's node is cordoned or drained, and another is free.
     Move,
-    /// `nodes.max` is less than the members.
+    /// `nodes.max` is less than the members, or a job before this one needs nodes of theirs.
     Shrink,
     Suspend,
     Interrupt,
@@ -378,6 +378,12 @@ impl Observed {
     /// Whether ranks may be put on this node.
     pub fn is_usable(&self, node: &str) -> bool {
         self.nodes.iter().any(|of| of.name == node && of.usable)
+    }
+
+    /// Jobs before this one need all nodes that it has: it stops, and waits for others.
+    pub fn is_preempted(&self) -> bool {
+        let mut nodes = self.nodes.iter();
+        !nodes.clone().any(|node| node.usable) && nodes.any(|node| node.called_back)
     }
 
     /// Why the job is to stop, if it is.

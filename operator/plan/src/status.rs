@@ -106,6 +106,10 @@ fn conditions(observed: &Observed, why: &[String]) -> (&'static str, Vec<Conditi
     };
     let desired = observed.wanted.nodes_max;
     let degraded = match gang {
+        Some(_) if observed.is_preempted() => {
+            let message = "it stops with a checkpoint: a job before it needs its nodes";
+            condition("Degraded", true, "Preempted", message.to_string())
+        }
         Some(_) if size < desired => {
             let message = format!("{size} of {desired} nodes");
             condition("Degraded", true, "FewerNodes", message)

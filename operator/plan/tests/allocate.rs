@@ -13,8 +13,7 @@ use moejob_manifest::resources::Resources;
 use moejob_manifest::spec::Level;
 use moejob_plan::allocate::{
     self, Allocation, Barred, ClusterNode, Demand, Ground, HOLD_TIMEOUT, Memory, Needs,
-    Standing, Taint, Toleration, UNSEEN_TIMEOUT, is_pause, nodes_of_group, unhealthy,
-    unhealthy_label,
+    Standing, Taint, Toleration, UNSEEN_TIMEOUT, nodes_of_group, unhealthy, unhealthy_label,
 };
 use moejob_protocol::{Layout, Mesh};
 use proptest::prelude::*;
@@ -179,7 +178,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
     let mut needs = Needs { requests: Resources::read(&requests), ..Needs::default() };
     let (mut min, mut max, mut spares, mut priority, mut created) = (1, 0, 0, 0, 0);
     let mut topology = None;
-    let (mut sizes, mut groups) = (None, BTreeMap::new());
+    let (mut sizes, mut groups, mut preempts) = (None, BTreeMap::new(), true);
     for (key, value) in pairs(words) {
         let number = || value.parse::<u32>().expect("a number");
         match key {
@@ -188,6 +187,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
             "spares" => spares = number(),
             "priority" => priority = number() as i32,
             "created" => created = u64::from(number()),
+            "never" => preempts = false,
             "sizes" => {
                 let all = value.split(',').map(|of| of.parse().expect("sizes"));
                 sizes = Some(all.collect());
@@ -212,6 +212,7 @@ fn demand(uid: &str, words: &[&str]) -> Demand {
     Demand {
         uid: uid.to_string(),
         priority,
+        preempts,
         created,
         sizes: sizes.unwrap_or_else(|| (min..=max).collect()),
         spares,
@@ -238,20 +239,31 @@ fn happen(world: &mut World, words: &[&str]) {
         ["node", range, rest @ ..] => {
             names(range).iter().for_each(|name| change(world.node(name), rest));
         }
-        ["job", uid, rest @ ..] => world.cluster.jobs.push(demand(uid, rest)),
+        ["job", uid, rest @ ..] => {
+            let since = Some(world.now);
+            world.cluster.jobs.push(Demand { since, ..demand(uid, rest) });
+        }
         ["end", uid] => {
             world.cluster.jobs.retain(|job| job.uid != *uid);
             world.memory.forget(uid);
         }
         ["suspend", uid] => world.job(uid).sizes.clear(),
         ["running", uids @ ..] => {
-            uids.iter().for_each(|uid| world.job(uid).standing = Standing::Running);
+            let since = Some(world.now);
+            for job in uids.iter() {
+                let job = world.job(job);
+                (job.standing, job.since) = (Standing::Running, since);
+            }
         }
         ["holding", uid] => {
             let since = world.now;
             world.job(uid).standing = Standing::Holding { since };
         }
-        ["waiting", uid] => world.job(uid).standing = Standing::Waiting,
+        ["waiting", uid] => {
+            let since = Some(world.now);
+            let job = world.job(uid);
+            (job.standing, job.since) = (Standing::Waiting, since);
+        }
         ["bar", uid, why @ ..] => {
             let why = match why {
                 ["location", earlier] => Barred::Location(earlier.to_string()),
@@ -315,31 +327,6 @@ fn show(world: &World) -> String {
         writeln!(out, "  look again in {} ms", at - world.now).expect("a string");
     }
     out
-}
-
-/// Conditions as AKS writes them.
-#[test]
-fn a_machine_that_will_stand_still_for_seconds_is_not_left() {
-    let event = "VMEventScheduled";
-    assert!(is_pause(event, "FreezeScheduled", "EventType: Freeze, DurationInSeconds: 9"));
-    assert!(is_pause(event, "VMEventScheduled", "freeze is scheduled"));
-    for word in ["Reboot", "Redeploy", "Terminate", "Preempt", "Something", ""] {
-        assert!(!is_pause(event, word, ""), "{word}");
-    }
-    assert!(!is_pause(event, "RebootScheduled", "Freeze, then Reboot"));
-    assert!(!is_pause("XIDErrors", "Freeze", ""));
-    for bad in [
-        "GPUMissing",
-        "NVLinkStatusInactive",
-        "XIDErrors",
-        "IBLinkFlapping",
-        "GPUClockThrottling",
-        "UnhealthyNvidiaDevicePlugin",
-        event,
-    ] {
-        assert_eq!(unhealthy([("Ready", "True"), (bad, "True")]), Some(format!("{bad}=True")));
-        assert_eq!(unhealthy([("Ready", "True"), (bad, "False")]), None);
-    }
 }
 
 #[test]
@@ -561,54 +548,6 @@ fn an_expert_group_is_counted_in_nodes_where_it_takes_whole_ones() {
     assert_eq!(group(4, 4, 4), 4, "a rank each");
     // Nothing runs there, and nothing is divided by it.
     assert_eq!((group(8, 4, 4), group(0, 4, 4)), (1, 1));
-}
-
-#[test]
-fn labels_and_tolerations_are_read_as_kubernetes_means_them() {
-    let label = |key: &str, value: &str| {
-        unhealthy_label(&BTreeMap::from([(key.to_string(), value.to_string())]))
-    };
-    let hyperpod = "sagemaker.amazonaws.com/node-health-status";
-    assert_eq!(label(hyperpod, "Schedulable"), None);
-    let bad = "UnschedulablePendingReplacement";
-    assert_eq!(label(hyperpod, bad), Some(format!("{hyperpod}={bad}")));
-    assert_eq!(label("autopilot.ibm.com/gpuhealth", "PASS"), None);
-    let read = |value| Toleration::read(&value);
-    let key = || Some("k".to_string());
-    let any = read(json!({ "key": "k", "operator": "Exists" }));
-    assert_eq!(any, Toleration { key: key(), value: None, effect: None });
-    let equal = read(json!({ "key": "k", "value": "v", "effect": "NoSchedule" }));
-    let (value, effect) = (Some("v".to_string()), Some("NoSchedule".to_string()));
-    assert_eq!(equal, Toleration { key: key(), value, effect });
-    let empty = read(json!({ "key": "k", "operator": "Equal", "effect": "" }));
-    assert_eq!(empty, Toleration { key: key(), value: Some(String::new()), effect: None });
-}
-
-/// Each of its three parts must fit, if it is said.
-#[test]
-fn a_taint_is_tolerated_by_key_value_and_effect_together() {
-    let taint = |effect: &str| Taint { key: "k".into(), value: "v".into(), effect: effect.into() };
-    let node = |effect: &str| ClusterNode {
-        ready: true,
-        taints: vec![taint(effect)],
-        ..ClusterNode::default()
-    };
-    let of = |key: &str, value: &str, effect: &str| {
-        let said = |word: &str| (!word.is_empty()).then(|| word.to_string());
-        let one = Toleration { key: said(key), value: said(value), effect: said(effect) };
-        let needs = Needs { tolerations: vec![one], ..Needs::default() };
-        (needs.refuses(&node("NoSchedule")).is_none(), needs.keeps(&node("NoExecute")))
-    };
-    assert_eq!(of("", "", ""), (true, true));
-    assert_eq!(of("k", "v", ""), (true, true));
-    assert_eq!(of("k", "v", "NoSchedule"), (true, false));
-    assert_eq!(of("k", "other", ""), (false, false));
-    assert_eq!(of("other", "v", ""), (false, false));
-    let nobody = Needs::default();
-    assert!(nobody.keeps(&node("NoSchedule")), "it drains nobody");
-    assert!(nobody.refuses(&node("PreferNoSchedule")).is_none());
-    let cordoned = ClusterNode { cordoned: true, ..node("PreferNoSchedule") };
-    assert!(!nobody.keeps(&cordoned));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use moejob_manifest::keys::Keys;
 use moejob_manifest::resources::Resources;
+use moejob_manifest::status::{Condition, MoeJobStatus};
 use moejob_plan::allocate::{ClusterNode, Ground, Memory, allocate};
 use moejob_plan::lead::{JobLoop, JobSeen, Operator, Place, demands, unfit};
 use moejob_plan::observed::{Gang, Outcome, Record};
@@ -57,7 +58,7 @@ fn granted(jobs: &[JobSeen], holds: &[(&str, &str)]) -> Vec<String> {
     };
     let ground = Ground::new(["n1", "n2", "n3"].map(node).into(), &Keys::default());
     let led = loops.iter().map(|(uid, job)| (uid.as_str(), job));
-    let asked = demands(led, held, |_| 0);
+    let asked = demands(led, held, |_| (0, true));
     let made = allocate(&ground, &asked, &Memory::default(), NOW);
     let line = |(uid, granted): (&String, &moejob_plan::allocate::Granted)| {
         let names: Vec<&str> = granted.nodes.iter().map(|node| node.name.as_str()).collect();
@@ -147,11 +148,47 @@ fn pods_of_a_job_that_is_not_planned_keep_their_nodes() {
     let expected = [
         "a: n1 ()",
         "b: n2 ()",
-        "c:  (waits for nodes: 0 of 1 fit (3 in use by a MoeJob); it holds nothing; \
-             after 60 min no job behind it starts there)",
+        "c:  (waits for nodes: 0 of 1 fit (3 in use by a MoeJob); it holds nothing)",
         "gone: n3 ()",
     ];
     assert_eq!(made, expected);
+}
+
+/// The time stands in the status, so that the next leader knows it, too.
+#[test]
+fn who_waits_since_when_is_asked_of_the_status_and_a_refused_job_stops_nobody() {
+    let planned = |uid: &str, status: &str, saved: &Saved| {
+        let condition = Condition {
+            type_: "Planned".into(),
+            status: status.into(),
+            reason: String::new(),
+            message: String::new(),
+            last_transition_time: Some("2023-11-14T22:00:00Z".into()),
+        };
+        let seen = seen(uid, uid, saved);
+        let told = MoeJobStatus {
+            conditions: vec![condition],
+            record: seen.status["record"].as_str().unwrap_or_default().into(),
+            record_more: seen.status["recordMore"].as_str().unwrap_or_default().into(),
+            ..MoeJobStatus::default()
+        };
+        JobSeen { status: serde_json::to_value(told).expect("a status"), ..seen }
+    };
+    let asked = |seen: &JobSeen| {
+        let led = lead(seen);
+        let made = demands([(&*seen.uid, &led)].into_iter(), BTreeMap::new(), |_| (7, true));
+        (made[0].priority, made[0].preempts, made[0].since)
+    };
+    let since = Some(1_699_999_200_000);
+    let (new, runs) = (Saved::default(), training(More::default()));
+    assert_eq!(asked(&seen("b", "b", &new)), (7, true, Some(98)), "since it was made");
+    assert_eq!(asked(&planned("b", "False", &new)), (7, true, since), "it waits");
+    assert_eq!(asked(&planned("a", "True", &runs)), (7, true, since), "it has its gang");
+    assert_eq!(asked(&planned("a", "False", &runs)), (7, true, None), "it has just got it");
+    assert_eq!(asked(&planned("b", "True", &new)), (7, true, None), "it has just lost it");
+    let refused = Refused { times: 1, ..Refused::default() };
+    let refused = Saved { more: More { refused, ..More::default() }, ..Saved::default() };
+    assert_eq!(asked(&planned("b", "False", &refused)), (7, false, None));
 }
 
 #[test]

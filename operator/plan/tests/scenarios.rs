@@ -211,6 +211,11 @@ fn observe(world: &mut World, words: &[&str]) {
                 (node.usable, node.called_back) = (false, true);
             }
         }
+        ["uncall"] => {
+            for node in &mut world.tracker.observed.nodes {
+                (node.usable, node.called_back) = (true, false);
+            }
+        }
         ["avoid", node, _] => world.node(node).avoid_until = world.now + number(2),
         ["drain", name] => {
             let workers = &mut world.tracker.observed.workers;

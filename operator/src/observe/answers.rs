@@ -149,6 +149,7 @@ const NODE: Keep = object![OTHERS_BYTES_MAX;
 const CLASS: Keep = object![OTHERS_BYTES_MAX;
     ("metadata", METADATA),
     ("value", WORD),
+    ("preemptionPolicy", WORD),
     ("globalDefault", WORD),
 ];
 

@@ -31,13 +31,14 @@ impl Cluster {
         self.complete.len() == 5
     }
 
-    /// What the class of this name is worth; without a name that of the cluster's default class.
-    pub fn priority(&self, class: &str) -> i32 {
+    /// What the class of this name is worth, and whether jobs of lower ones stop for its; without a
+    /// name that of the cluster's default class.
+    pub fn priority(&self, class: &str) -> (i32, bool) {
         let found = match class {
             "" => self.classes.values().find(|class| class.is_default),
             name => self.classes.get(name),
         };
-        found.map_or(0, |class| class.value)
+        found.map_or((0, true), |class| (class.value, class.preempts))
     }
 
     /// The nodes, with what pods ask of them.
@@ -208,13 +209,15 @@ mod tests {
     #[test]
     fn a_class_is_worth_its_value_and_no_class_the_default() {
         let mut cluster = Cluster::default();
-        assert_eq!((cluster.priority("high"), cluster.priority("")), (0, 0));
+        assert_eq!((cluster.priority("high"), cluster.priority("")), ((0, true), (0, true)));
         for (name, value, is_default) in [("high", 1000, false), ("usual", 10, true)] {
-            cluster.take(Change::Class(ClassSeen { name: name.into(), value, is_default }));
+            let (name, preempts) = (name.into(), is_default);
+            cluster.take(Change::Class(ClassSeen { name, value, preempts, is_default }));
         }
-        assert_eq!((cluster.priority("high"), cluster.priority("")), (1000, 10));
+        let known = (cluster.priority("high"), cluster.priority(""));
+        assert_eq!(known, ((1000, false), (10, true)));
         cluster.take(Change::ClassGone("usual".into()));
-        assert_eq!((cluster.priority("usual"), cluster.priority("")), (0, 0));
+        assert_eq!((cluster.priority("usual"), cluster.priority("")), ((0, true), (0, true)));
     }
 
     #[test]

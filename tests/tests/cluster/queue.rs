@@ -25,14 +25,14 @@ fn until_it_waits(job: &Job) {
 }
 
 /// Of two that wait the one of the higher class, although it came later; what runs is not disturbed
-/// for it, and a job that is put off gives its place to the next.
+/// for it, as its class says, and a job that is put off gives its place to the next.
 #[test]
 fn the_higher_priority_is_served_first() {
     install();
     for (name, value) in [("later", 10), ("sooner", 1000)] {
         let class = json!({
             "apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass",
-            "metadata": { "name": name }, "value": value,
+            "metadata": { "name": name }, "value": value, "preemptionPolicy": "Never",
         });
         manifest(&["apply"], class.to_string().as_bytes()).expect("a class");
     }

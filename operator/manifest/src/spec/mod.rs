@@ -145,7 +145,9 @@ pub struct MoeJobSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_template: Option<serde_json::Value>,
 
-    /// The PriorityClass of the pods; also orders jobs that wait for nodes. Default: the cluster's.
+    /// The PriorityClass of the pods; also orders jobs that wait for nodes. A job of a lower one
+    /// stops with a checkpoint where its nodes are needed, if the class's `preemptionPolicy` is not
+    /// `Never`. Default: the cluster's.
     #[schemars(length(max = 253))]
     #[x_kube(validation = Rule::new("self == oldSelf").message("priorityClassName is immutable"))]
     pub priority_class_name: Option<String>,

@@ -23,6 +23,9 @@ impl<'o> Planner<'o> {
         if self.avoid_parted() || self.avoid_broken() {
             return;
         }
+        if self.observed.is_preempted() {
+            return self.why("wait: a job before this one needs its nodes".to_string());
+        }
         let candidates = self.ahead_of_newcomers(self.candidates().collect());
         let called_back = candidates.iter().filter(|of| self.index.is_called_back(&of.node));
         let fewer = candidates.len() - called_back.count();

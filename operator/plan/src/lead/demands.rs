@@ -7,20 +7,29 @@ use crate::observed::Outcome;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Of all jobs by their owners. `holds` are the nodes of each job's pods that have not ended;
-/// `priority` says what a PriorityClass is worth.
+/// `priority` says what a PriorityClass is worth, and whether jobs of lower ones stop for its.
 pub fn demands<'j>(
     jobs: impl Iterator<Item = (&'j str, &'j JobLoop)> + Clone,
     mut holds: BTreeMap<&str, BTreeSet<String>>,
-    priority: impl Fn(&str) -> i32,
+    priority: impl Fn(&str) -> (i32, bool),
 ) -> Vec<Demand> {
     let tenants: Vec<Tenant> = jobs.clone().filter_map(tenant).collect();
     let waiting = locations::waiting(&tenants);
     let demand = |(owner, state): (&'j str, &'j JobLoop)| {
         let job = state.job()?;
-        let who = (owner, priority(&job.kubernetes.priority_class_name), state.created_at);
         let (observed, needs) = (&state.tracker.observed, state.spec.needs.clone());
         let holds = holds.remove(owner).unwrap_or_default();
-        let demand = Demand::of(job, observed, state.claim(), needs, who, holds);
+        let (priority, preempts) = priority(&job.kubernetes.priority_class_name);
+        // Nobody stops for a job again and again whose pods are then refused.
+        let is_taken = state.refusals.of.times == 0;
+        let demand = Demand::of(job, observed, state.claim(), needs, owner, holds);
+        let demand = Demand {
+            priority,
+            preempts: preempts && is_taken,
+            created: state.created_at,
+            since: demand.since.filter(|_| is_taken),
+            ..demand
+        };
         let earlier = waiting.get(owner).cloned().map(Barred::Location);
         let refused = state.refusals.standing_back().map(|_| Barred::Refused);
         Some(match earlier.or(refused) {

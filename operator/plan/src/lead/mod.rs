@@ -496,7 +496,8 @@ impl JobLoop {
 
     /// What it asks of the allocation, beside its spec and its pods.
     pub fn claim(&self) -> Claim {
-        Claim::of(&self.tracker.observed, |name| self.pods.ends_soon(name))
+        let claim = Claim::of(&self.tracker.observed, |name| self.pods.ends_soon(name));
+        Claim { since: self.has_or_waits_since(), ..claim }
     }
 
     /// Something has come that the next turn must look at.

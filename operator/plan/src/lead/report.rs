@@ -227,9 +227,12 @@ pub(super) fn finished_at(status: &MoeJobStatus) -> Option<Millis> {
     let over = |of: &&Condition| {
         matches!(of.type_.as_str(), "Complete" | "Failed") && of.status == "True"
     };
-    let condition = status.conditions.iter().find(over)?;
-    let time: k8s_openapi::jiff::Timestamp =
-        condition.last_transition_time.as_deref()?.parse().ok()?;
+    since(status.conditions.iter().find(over)?)
+}
+
+fn since(condition: &Condition) -> Option<Millis> {
+    let time = condition.last_transition_time.as_deref()?;
+    let time: k8s_openapi::jiff::Timestamp = time.parse().ok()?;
     Some(time.as_millisecond().max(0) as Millis)
 }
 
@@ -311,6 +314,18 @@ impl JobLoop {
         };
         status.record = record::write(&saved);
         status.record_more = record::write_more(&saved.more);
+    }
+
+    /// Since when it has a gang, or waits for one, by what its status says; a job of which no
+    /// status was written waits since it was created. None where the status is yet to say so.
+    pub(super) fn has_or_waits_since(&self) -> Option<Millis> {
+        let has = self.tracker.observed.gang().is_some();
+        let mut conditions = self.report.written.conditions.iter();
+        match conditions.find(|of| of.type_ == "Planned") {
+            None => (!has).then_some(self.created_at),
+            Some(planned) if has == (planned.status == "True") => since(planned),
+            Some(_) => None,
+        }
     }
 
     /// Without the record, which only what is written needs.

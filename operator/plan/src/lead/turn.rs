@@ -6,10 +6,11 @@ use super::{
     Batch, Effect, JobLoop, Link, Memo, Origin, Template, Turn, Write, WriteError, WriteErrorKind,
 };
 use crate::decide::{Action, FREEZE_PATIENCE, plan};
-use crate::observed::{Millis, Outcome};
+use crate::observed::{Millis, Outcome, StopCause};
 use crate::pods::{Birth, Surroundings};
 use crate::record::RECORD_BYTES_MAX;
 use moejob_manifest::Job;
+use moejob_manifest::words::several;
 use moejob_protocol::message::Down;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -148,7 +149,8 @@ impl JobLoop {
                     let seconds = (FREEZE_PATIENCE / 1000) as u32;
                     self.send(name, *attempt, Down::Patience { seconds });
                 }
-                Action::Request { attempt, request, .. } => {
+                Action::Request { attempt, request, cause } => {
+                    self.tell_who_gives_back(*cause, now);
                     let gang = self.tracker.observed.record.gang.as_ref();
                     let members = gang.map_or(&[][..], |gang| &gang.members);
                     let names = members.iter().map(|member| member.worker.clone());
@@ -164,6 +166,25 @@ impl JobLoop {
             }
             self.tracker.done(&action, now);
         }
+    }
+
+    /// A gang does without nodes for another job, or ends for it.
+    fn tell_who_gives_back(&mut self, cause: StopCause, now: Millis) {
+        let observed = &self.tracker.observed;
+        let called_back = observed.nodes.iter().filter(|node| node.called_back).count();
+        if cause != StopCause::Shrink || called_back == 0 {
+            return;
+        }
+        let nodes = several(called_back, "node");
+        let (reason, what) = match observed.is_preempted() {
+            true => ("Preempted", "waits, and goes on where it was when there are nodes for it"),
+            false => ("NodesCalledBack", "goes on with fewer"),
+        };
+        let note = format!(
+            "takes a checkpoint, gives {nodes} back and {what}: another job needs them, which is \
+             of a higher priority or has waited since before this one had them"
+        );
+        self.event(false, reason, note, now);
     }
 
     fn measure(&mut self, name: &str, now: Millis) {

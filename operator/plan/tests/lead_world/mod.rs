@@ -222,14 +222,16 @@ impl World {
                 self.see();
             }
             ["grant", nodes @ ..] => {
-                // `n1!` is to freeze, `n1-` takes no workers any more, `n1@2` hangs on leaf 2.
+                // `n1!` is to freeze, `n1-` takes no workers any more, `n1<` is called back, `n1@2`
+                // hangs on leaf 2.
                 let node = |word: &&str| {
                     let (name, leaf) = word.split_once('@').unwrap_or((*word, "0"));
                     Node {
                         freezes: name.ends_with('!'),
-                        usable: !name.ends_with('-'),
+                        usable: !name.ends_with(['-', '<']),
+                        called_back: name.ends_with('<'),
                         leaf: leaf.parse().expect("a number"),
-                        ..Node::good(name.trim_end_matches(['!', '-']))
+                        ..Node::good(name.trim_end_matches(['!', '-', '<']))
                     }
                 };
                 self.granted = nodes.iter().map(node).collect();

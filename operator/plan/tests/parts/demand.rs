@@ -25,7 +25,6 @@ fn whole_nodes_of_an_expert_group_are_asked_for_side_by_side() {
     let template = template(&job, Venue::Kubernetes, "uid", &places(&job));
     let observed = Observed::new(wanted, template);
     let claim = Claim::of(&observed, |_| false);
-    let who = ("uid", 0, 0);
-    let demand = Demand::of(&job, &observed, claim, Needs::of(&job), who, BTreeSet::new());
+    let demand = Demand::of(&job, &observed, claim, Needs::of(&job), "uid", BTreeSet::new());
     assert_eq!(demand.groups, BTreeMap::from([(4, 2), (8, 4)]));
 }
