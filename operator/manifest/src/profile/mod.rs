@@ -62,7 +62,9 @@ pub struct Profile {
     pub links: Option<LinkFigures>,
     /// What estimates of computing rest on; likewise.
     pub flops: Option<Flops>,
-    /// Of all that the profile says but `links` and `flops`, 16 hex digits: what the record
+    /// Of a node an hour, in whatever money.
+    pub price: Option<f64>,
+    /// Of all that the profile says but `links`, `flops` and `price`, 16 hex digits: what the record
     /// compares.
     pub digest: String,
 }
@@ -170,6 +172,7 @@ impl Default for Profile {
             expect: BTreeMap::new(),
             links: None,
             flops: None,
+            price: None,
             digest: String::new(),
         }
     }
