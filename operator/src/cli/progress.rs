@@ -4,7 +4,8 @@ use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
 use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
-use crate::cli::out::columns;
+use crate::cli::out::{self, Colour, columns, painted, within};
+use jiff::Zoned;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,7 @@ const PHASES_SHOWN: usize = 3;
 
 /// Writes progress to standard output and notes to standard error.
 pub struct Progress {
+    screen: Screen,
     terminal: bool,
     steps: u64,
     drawn: Option<Instant>,
@@ -36,9 +38,13 @@ const STEPS_MEASURED: usize = 4;
 
 impl Progress {
     pub fn new(steps: u64) -> Progress {
-        let terminal = columns(std::io::stdout()).is_some();
+        Progress::on(steps, Screen::of_process())
+    }
+
+    fn on(steps: u64, screen: Screen) -> Progress {
+        let terminal = (screen.columns)().is_some();
         let (line, rate) = (Line::default(), Rate::default());
-        Progress { terminal, steps, drawn: None, line, rate, exposed: None, told: false }
+        Progress { screen, terminal, steps, drawn: None, line, rate, exposed: None, told: false }
     }
 
     /// A step is done.
@@ -65,7 +71,7 @@ impl Progress {
             || waited.is_none_or(|waited| waited >= PLAIN_LINE_EVERY)
         {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &self.line.text());
+            say(&mut self.screen.out, &self.line.text());
         }
     }
 
@@ -93,22 +99,43 @@ impl Progress {
             self.redraw();
         } else if waited.is_none_or(|waited| waited >= PLAIN_LOADING_EVERY) {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &line.text());
+            say(&mut self.screen.out, &line.text());
             self.line = line;
         }
     }
 
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
+        self.tell(None, text);
+    }
+
+    /// It may have to be acted on.
+    pub fn warn(&mut self, text: &str) {
+        self.tell(Some(Colour::Warning), text);
+    }
+
+    /// It goes on after a loss.
+    pub fn recovered(&mut self, text: &str) {
+        self.tell(Some(Colour::Recovery), text);
+    }
+
+    fn tell(&mut self, colour: Option<Colour>, text: &str) {
         if text.is_empty() {
             return;
         }
         // Workers' words stand in it.
-        let text = &moejob_manifest::problem::printable_lines(text);
+        let mut text = moejob_manifest::problem::printable_lines(text);
         if self.terminal {
-            show("\r\x1b[K");
+            show(&mut self.screen.out, "\r\x1b[K");
         }
-        say(&mut std::io::stderr(), text);
+        if let Some(columns) = (self.screen.note_columns)() {
+            text = within(&text, columns);
+        }
+        let text = match colour.filter(|_| self.screen.colours) {
+            Some(colour) => painted(colour, &text),
+            None => text,
+        };
+        say(&mut self.screen.notes, &text);
         if self.terminal && !self.line.is_empty() {
             self.redraw();
         }
@@ -125,19 +152,44 @@ impl Progress {
     fn redraw(&mut self) {
         self.drawn = Some(Instant::now());
         // It may have been made wider or narrower meanwhile.
-        let columns = columns(std::io::stdout()).unwrap_or(usize::MAX).saturating_sub(1);
-        show(&format!("\r\x1b[K{}", self.line.within(columns.max(self.line.stays()))));
+        let columns = (self.screen.columns)().unwrap_or(usize::MAX);
+        let line = self.line.within(columns.saturating_sub(1), self.screen.colours);
+        show(&mut self.screen.out, &format!("\r\x1b[K{line}"));
     }
 
+    /// What does not fit beside a held-out loss, which stays, stands below it.
     fn keep(&mut self) {
-        show("\n");
+        let columns = (self.screen.columns)().unwrap_or(usize::MAX);
+        let below = self.line.below(columns.saturating_sub(1), self.screen.colours);
+        show(&mut self.screen.out, &format!("{below}\n"));
         self.line = Line::default();
     }
 }
 
+/// Where words go: of a process its standard output and its standard error.
+struct Screen {
+    out: Box<dyn Write>,
+    notes: Box<dyn Write>,
+    /// How wide the terminal of either is now; none where it is no terminal.
+    columns: fn() -> Option<usize>,
+    note_columns: fn() -> Option<usize>,
+    colours: bool,
+}
+
+impl Screen {
+    fn of_process() -> Screen {
+        Screen {
+            out: Box::new(std::io::stdout()),
+            notes: Box::new(std::io::stderr()),
+            columns: || columns(std::io::stdout()),
+            note_columns: || columns(std::io::stderr()),
+            colours: out::colours() && columns(std::io::stdout()).is_some(),
+        }
+    }
+}
+
 /// On a terminal, which may be gone by now: that must not end the training.
-fn show(text: &str) {
-    let mut out = std::io::stdout();
+fn show(out: &mut dyn Write, text: &str) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
@@ -162,9 +214,11 @@ struct Line(Vec<(Weight, String)>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Weight {
     Needed,
+    Loss,
     HeldOut,
     Left,
     Speed,
+    End,
     Ranks,
     Device,
     Phases,
@@ -190,31 +244,47 @@ impl Line {
         self.0.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join("  ")
     }
 
-    /// Characters of a line with a held-out loss that are not left out: it is not drawn anew, so it
-    /// may be wider than the terminal.
-    fn stays(&self) -> usize {
-        let is_held_out = |(weight, _): &&(Weight, String)| *weight == Weight::HeldOut;
-        let needed = |(weight, _): &&(Weight, String)| *weight <= Weight::HeldOut;
-        match self.0.iter().find(is_held_out) {
-            None => 0,
-            Some(_) => {
-                let parts = self.0.iter().filter(needed).map(|(_, text)| text.as_str());
-                parts.collect::<Vec<_>>().join("  ").chars().count()
-            }
-        }
-    }
-
     /// As many parts as fit: a line that is longer than the terminal is wide cannot be drawn anew.
-    fn within(&self, columns: usize) -> String {
+    fn kept(&self, columns: usize) -> Line {
         let mut kept = self.clone();
         while kept.text().chars().count() > columns {
             let least = kept.0.iter().map(|(weight, _)| *weight).max();
-            match least.filter(|weight| *weight != Weight::Needed) {
+            match least.filter(|weight| *weight > Weight::Loss) {
                 Some(least) => kept.0.retain(|(weight, _)| *weight != least),
                 None => break,
             }
         }
-        kept.text().chars().take(columns).collect()
+        kept
+    }
+
+    fn within(&self, columns: usize, colours: bool) -> String {
+        let kept = self.kept(columns);
+        match kept.text().chars().count() > columns {
+            true => kept.text().chars().take(columns).collect(),
+            false => kept.painted(colours),
+        }
+    }
+
+    /// The held-out loss, where there is no room for it in the line.
+    fn below(&self, columns: usize, colours: bool) -> String {
+        let is_held_out = |line: &Line| -> Line {
+            let of = line.0.iter().filter(|(weight, _)| *weight == Weight::HeldOut);
+            Line(of.cloned().collect())
+        };
+        match is_held_out(&self.kept(columns)).is_empty() {
+            true if !is_held_out(self).is_empty() => {
+                format!("\n  {}", is_held_out(self).painted(colours))
+            }
+            _ => String::new(),
+        }
+    }
+
+    fn painted(&self, colours: bool) -> String {
+        let part = |(weight, text): &(Weight, String)| match weight {
+            Weight::Loss | Weight::HeldOut if colours => painted(Colour::Loss, text),
+            _ => text.clone(),
+        };
+        self.0.iter().map(part).collect::<Vec<_>>().join("  ")
     }
 }
 
@@ -245,8 +315,10 @@ fn describe(
     exposed: Option<&CommunicationReport>,
     (steps, left): (u64, Option<Duration>),
 ) -> Line {
-    let mut line =
-        Line::of(format!("step {}/{steps}  loss {:.4}", report.step, report.loss));
+    // The last step alone is all of it.
+    let share = report.step * 100 / steps.max(1);
+    let mut line = Line::of(format!("step {}/{steps} {share}%", report.step));
+    line.push(Weight::Loss, format!("loss {:.4}", report.loss));
     line.push(Weight::Speed, format!("{} tok/s", thousands(report.tokens_per_second)));
     if let Some(device) = &report.device {
         line.push(Weight::Device, of_device(device));
@@ -258,6 +330,7 @@ fn describe(
     }
     if let Some(left) = left.filter(|_| report.step < steps) {
         line.push(Weight::Left, format!("{} left", clock(left)));
+        line.push(Weight::End, end(left, &Zoned::now()).unwrap_or_default());
     }
     let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
     line.push(Weight::Ranks, format!("{} {ranks}", report.world_size));
@@ -308,6 +381,13 @@ pub fn clock(left: Duration) -> String {
         0 => format!("{}:{:02}", seconds / 60, seconds % 60),
         hours => format!("{hours}:{:02}:{:02}", seconds / 60 % 60, seconds % 60),
     }
+}
+
+/// `ends 14:32`, or of another day `ends 2026-12-01 14:32`, in this machine's zone.
+pub fn end(left: Duration, now: &Zoned) -> Option<String> {
+    let end = now.checked_add(left).ok()?;
+    let form = if end.date() == now.date() { "%H:%M" } else { "%Y-%m-%d %H:%M" };
+    Some(format!("ends {}", end.strftime(form)))
 }
 
 /// Steps per second over the newest steps, so that the time left follows the present speed.
@@ -437,26 +517,145 @@ mod tests {
         assert_eq!(of_device(&unknown), "2 TFLOP/s");
     }
 
-    #[test]
-    fn a_line_is_never_wider_than_its_terminal() {
-        let mut line = Line::of("step 50/600  loss 2.6480".to_string());
+    fn line() -> Line {
+        let mut line = Line::of("step 50/600 8%".to_string());
+        line.push(Weight::Loss, "loss 2.6480".to_string());
         line.push(Weight::Speed, "16.1k tok/s".to_string());
         line.push(Weight::Phases, "validation 69%, backward 19%, forward 11%".to_string());
         line.push(Weight::HeldOut, "held-out 2.8248".to_string());
         line.push(Weight::Left, "1:10 left".to_string());
+        line.push(Weight::End, "ends 14:32".to_string());
         line.push(Weight::Ranks, "1 rank".to_string());
-        assert_eq!(line.within(200), line.text());
-        assert_eq!(line.within(line.stays()), "step 50/600  loss 2.6480  held-out 2.8248");
-        assert_eq!(Line::of("step 1/2".to_string()).stays(), 0);
-        for (columns, expected) in [
-            (79, "step 50/600  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  1 rank"),
-            (50, "step 50/600  loss 2.6480  held-out 2.8248"),
-            (30, "step 50/600  loss 2.6480"),
-            (8, "step 50/"),
-            (0, ""),
+        line
+    }
+
+    #[test]
+    fn a_line_is_never_wider_than_its_terminal() {
+        let line = line();
+        assert_eq!(line.within(200, false), line.text());
+        for (columns, expected, below) in [
+            (
+                79,
+                "step 50/600 8%  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  ends 14:32",
+                "",
+            ),
+            (65, "step 50/600 8%  loss 2.6480  held-out 2.8248  1:10 left", ""),
+            (50, "step 50/600 8%  loss 2.6480  held-out 2.8248", ""),
+            (30, "step 50/600 8%  loss 2.6480", "\n  held-out 2.8248"),
+            (8, "step 50/", "\n  held-out 2.8248"),
         ] {
-            assert_eq!(line.within(columns), expected, "{columns}");
+            let fits = expected.chars().count() <= columns;
+            assert_eq!(line.within(columns, false) == expected, fits, "{columns}");
+            assert_eq!(line.below(columns, false), below, "{columns}");
         }
+        let painted = line.within(30, true);
+        assert_eq!(painted, "step 50/600 8%  \x1b[36mloss 2.6480\x1b[0m");
+        assert_eq!(Line::of("step 1/2".to_string()).below(4, true), "");
+    }
+
+    #[test]
+    fn the_end_is_told_by_the_clock() {
+        let now: jiff::Timestamp = "2026-11-29T23:30:00Z".parse().expect("a time");
+        let now = now.to_zoned(jiff::tz::TimeZone::UTC);
+        let told = |minutes: u64| end(Duration::from_secs(60 * minutes), &now);
+        assert_eq!(told(7).as_deref(), Some("ends 23:37"));
+        assert_eq!(told(31).as_deref(), Some("ends 2026-11-30 00:01"));
+        assert_eq!(end(Duration::MAX, &now), None);
+    }
+
+    /// What was written, by anybody.
+    #[derive(Clone, Default)]
+    struct Tape(std::rc::Rc<std::cell::RefCell<Vec<u8>>>);
+
+    impl Write for Tape {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.borrow_mut().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A run of a person: steps, a held-out loss, a recovery, a warning, an end.
+    fn recording(columns: fn() -> Option<usize>, colours: bool) -> String {
+        let tape = Tape::default();
+        let screen = Screen {
+            out: Box::new(tape.clone()),
+            notes: Box::new(tape.clone()),
+            columns,
+            note_columns: columns,
+            colours,
+        };
+        let mut progress = Progress::on(200, screen);
+        let step = |step: u64, validation_loss: Option<f64>| StepReport {
+            step,
+            loss: 2.5,
+            validation_loss,
+            tokens_per_second: 16_100.0,
+            world_size: 4,
+            ..StepReport::default()
+        };
+        progress.note("about 1:10 to go; 200 steps are 1.16 epochs of 1.06 M tokens");
+        progress.step(&step(1, None));
+        progress.step(&step(50, Some(2.8248)));
+        progress.recovered("rank 3 (first-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again");
+        progress.warn("the loss has not fallen for 500 steps: 2.31 to 2.32");
+        progress.step(&step(200, Some(2.7)));
+        progress.finish();
+        let text = tape.0.borrow().clone();
+        String::from_utf8(text).expect("text")
+    }
+
+    /// What stays on a terminal that is as wide, and never draws beyond its edge.
+    fn seen(recording: &str, columns: usize) -> Vec<String> {
+        let (mut lines, mut line) = (Vec::new(), String::new());
+        let mut rest = recording.chars().peekable();
+        while let Some(c) = rest.next() {
+            match c {
+                '\n' => lines.push(std::mem::take(&mut line)),
+                '\r' => line.clear(),
+                '\x1b' => while rest.next().is_some_and(|c| !c.is_ascii_alphabetic()) {},
+                c => line.push(c),
+            }
+            assert!(line.chars().count() < columns, "{columns} columns: {line:?}");
+        }
+        lines
+    }
+
+    #[test]
+    fn recordings_at_three_widths_break_no_word_and_wrap_no_line() {
+        let widths: [(usize, fn() -> Option<usize>); 3] =
+            [(40, || Some(40)), (80, || Some(80)), (160, || Some(160))];
+        let plain = recording(|| None, false);
+        assert!(!plain.contains(['\r', '\x1b']), "{plain:?}");
+        let words: std::collections::BTreeSet<&str> = plain.split_whitespace().collect();
+        for (columns, width) in widths {
+            let recording = recording(width, true);
+            for colour in ["\x1b[36mloss 2.5000\x1b[0m", "\x1b[32mrank 3", "\x1b[33mthe loss"] {
+                assert!(recording.contains(colour), "{columns}: {recording:?}");
+            }
+            let seen = seen(&recording, columns);
+            for word in seen.iter().flat_map(|line| line.split_whitespace()) {
+                assert!(words.contains(word), "{columns}: {word:?} of {seen:#?}");
+            }
+            let all = seen.join(" ");
+            let all: Vec<&str> = all.split_whitespace().collect();
+            let told = all.join(" ");
+            for line in [
+                "step 50/200 25% loss 2.5000", "held-out 2.8248", "held-out 2.7000",
+                "rank 3 (first-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again",
+                "the loss has not fallen for 500 steps: 2.31 to 2.32",
+            ] {
+                assert!(told.contains(line), "{columns}: {line:?} in {told}");
+            }
+        }
+        let narrow = seen(&recording(|| Some(40), true), 40);
+        assert_eq!(narrow[2..7], [
+            "step 50/200 25%  loss 2.5000", "  held-out 2.8248",
+            "rank 3 (first-3) was killed: 7 of 8 go", "  on after 2.2 s, 0 steps again",
+            "the loss has not fallen for 500 steps:",
+        ]);
     }
 
     #[test]
