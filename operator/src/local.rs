@@ -12,11 +12,12 @@
 mod ends;
 mod error;
 mod folder;
+mod loss;
 mod passed;
 mod process;
 mod signals;
 mod stumbles;
-mod words;
+pub(crate) mod words;
 
 use crate::cli::disk::patient;
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
@@ -28,6 +29,7 @@ use crate::cli::run::tfevents::TfEvents;
 pub use error::LocalError;
 pub use folder::FolderError;
 use folder::{Folder, JobFile};
+use loss::LossWatch;
 use passed::pass_over;
 use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
@@ -98,6 +100,9 @@ struct Runner {
     records: Recorder,
     progress: Progress,
     words: Words,
+    losses: LossWatch,
+    /// Why checkpoints fail at present.
+    failing: Option<String>,
     /// Ranks of the attempt before, and of this one.
     ranks: [u32; 2],
     /// What a node costs an hour.
@@ -120,7 +125,7 @@ impl Runner {
             spec: identity.clone(),
             folder: dir.join(&job.job.name),
         };
-        let price = job.job.profile.price;
+        let (price, begins) = (job.job.profile.price, job.job.model_from.is_none());
         let folder = Folder::open(&dir.join(&job.job.name), &identity, &identity::defaults())?;
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
@@ -135,6 +140,7 @@ impl Runner {
         });
         let granted = Granted { nodes: nodes.collect(), ..Granted::default() };
         let done = stored.as_ref().map_or(0, |stored| stored.step);
+        let begins = begins && done == 0;
         let jump = identity::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();
         let seen = seen(&folder, &job.job.name, stored);
@@ -160,6 +166,8 @@ impl Runner {
             records,
             progress,
             words,
+            losses: LossWatch::new(begins),
+            failing: None,
             ranks: [0; 2],
             price,
             tfevents,
@@ -302,6 +310,7 @@ impl Runner {
                 begun.iter().flatten().for_each(|of| self.tell_steered(of, report.step));
                 self.words.stepped();
                 self.progress.step(report);
+                self.watch_loss(report);
                 self.draw(report);
                 if let Some(left) = self.progress.first_measure() {
                     self.expect(left);
@@ -323,8 +332,15 @@ impl Runner {
                     EventKind::Resumed if self.words.holds() => String::new(),
                     EventKind::Resumed => words::goes_on_from(&event.message),
                     EventKind::EngineLost => words::of_lost_engine(event),
+                    EventKind::CheckpointDegraded => {
+                        self.failing = Some(event.message.clone());
+                        words::of_failing(&event.message, self.newest())
+                    }
                     _ => event.message.clone(),
                 };
+                if let EventKind::CheckpointRecovered | EventKind::CheckpointCommitted = event.event {
+                    self.failing = None;
+                }
                 // Each attempt says of its data what the one before has said.
                 let is_news = event.event != EventKind::Warning || self.words.is_news(&words);
                 let is_held = event.event == EventKind::EngineLost
@@ -354,6 +370,22 @@ impl Runner {
             // It is told with the worker's end, or with the job's.
             Up::Failed { exit_code, message, .. } => self.words.failed(name, *exit_code, message),
             _ => {}
+        }
+    }
+
+    /// The newest checkpoint that is whole.
+    fn newest(&self) -> Option<&str> {
+        self.job.tracker().observed.stored.as_ref().map(|stored| stored.name.as_str())
+    }
+
+    /// What the loss says of the run, if anything.
+    fn watch_loss(&mut self, report: &StepReport) {
+        let found = self.losses.push(report.step, report.loss, report.learning_rate);
+        if let Some(found) = found {
+            self.progress.warn(&found.words);
+            self.words.warned(&found.words);
+            let details = [("step", Detail::Number(report.step))];
+            self.event(EventKind::Warning, found.reason, &found.words, &details);
         }
     }
 

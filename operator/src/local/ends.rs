@@ -1,6 +1,6 @@
 //! What is told and recorded of a run when it begins and when it ends.
 
-use super::Runner;
+use super::{Runner, words};
 use crate::cli::args::word;
 use crate::cli::generate::{command_for, command_to_look};
 use crate::cli::{VERSION, machine};
@@ -52,6 +52,9 @@ impl Runner {
         }
         if let Some(again) = self.words.warnings() {
             self.progress.warn(&again);
+        }
+        if let Some(why) = self.failing.take() {
+            self.progress.warn(&words::of_failing(&why, self.newest()));
         }
         let folder = self.folder.path().display().to_string();
         match outcome {

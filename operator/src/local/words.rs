@@ -141,6 +141,14 @@ pub fn of_lost_engine(event: &Event) -> String {
     format!("{}{words}", event.message)
 }
 
+/// What a person reads of checkpoints that fail: why, and what there is instead.
+pub fn of_failing(why: &str, newest: Option<&str>) -> String {
+    match newest {
+        Some(newest) => format!("{why}; the newest good checkpoint is {newest}"),
+        None => format!("{why}; there is no good checkpoint yet"),
+    }
+}
+
 /// What a person reads of a loss and its recovery, by the ranks of the attempt before and of this
 /// one: `rank 3 (a-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again`.
 pub fn of_recovery(cause: &str, ranks: [u32; 2], first_step_ms: u64, steps_lost: u64) -> String {
@@ -226,6 +234,9 @@ mod tests {
         for (found, told) in expected {
             assert_eq!(found, format!("{killed}{told}"));
         }
+        let failing = of_failing("no room", Some("step-00000020"));
+        assert_eq!(failing, "no room; the newest good checkpoint is step-00000020");
+        assert!(of_failing("no room", None).ends_with("no good checkpoint yet"));
         let mut words = Words::default();
         assert_eq!(words.warnings(), None);
         for told in ["a.txt looks odd", "a.txt looks odd", "memory is short"] {
