@@ -105,7 +105,7 @@ struct Runner {
     failing: Option<String>,
     /// Ranks of the attempt before, and of this one.
     ranks: [u32; 2],
-    /// What a node costs an hour.
+    /// The price of a node and hour.
     price: Option<f64>,
     tfevents: Option<TfEvents>,
     mlflow: Option<MlFlow>,
@@ -338,7 +338,8 @@ impl Runner {
                     }
                     _ => event.message.clone(),
                 };
-                if let EventKind::CheckpointRecovered | EventKind::CheckpointCommitted = event.event {
+                let mended = [EventKind::CheckpointRecovered, EventKind::CheckpointCommitted];
+                if mended.contains(&event.event) {
                     self.failing = None;
                 }
                 // Each attempt says of its data what the one before has said.
@@ -378,7 +379,7 @@ impl Runner {
         self.job.tracker().observed.stored.as_ref().map(|stored| stored.name.as_str())
     }
 
-    /// What the loss says of the run, if anything.
+    /// A person is told of a loss that climbs or never falls.
     fn watch_loss(&mut self, report: &StepReport) {
         let found = self.losses.push(report.step, report.loss, report.learning_rate);
         if let Some(found) = found {

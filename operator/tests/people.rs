@@ -463,7 +463,7 @@ fn on_terminal(
     String::from_utf8_lossy(&seen).into_owned()
 }
 
-/// What was seen, all in one colour.
+/// The same text, all in one colour.
 fn without_colours(seen: &str) -> String {
     let mut plain = String::new();
     for (at, part) in seen.split("\x1b[").enumerate() {

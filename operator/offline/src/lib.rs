@@ -54,7 +54,7 @@ pub struct Outlook {
     /// How long a step of that gang may take; none where its profile does not say how fast it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected: Option<StepTime>,
-    /// What all steps take and cost; none where nobody knows how long one takes.
+    /// All steps take and cost this. It is None where nobody knows how long one takes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outlay: Option<Outlay>,
     /// Kinds of machines, and what of each would train the job.

@@ -1,4 +1,4 @@
-//! What a whole training takes and costs, and which kinds of machines would do it.
+//! The time and the cost of a whole training, and the kinds of machines that would do it.
 
 use super::time::{duration, step_time};
 use moejob_manifest::cost::{Budget, CHANGES_LED_MAX, Extent};
@@ -12,14 +12,14 @@ use serde::Serialize;
 /// Nodes of another kind that are tried.
 const NODES_TRIED: u32 = 16;
 
-/// Of all steps, as long as nothing is lost.
+/// All steps take and cost this, as long as nothing is lost.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Outlay {
     pub hours: f64,
-    /// Of the nodes that it has, with its spares.
+    /// Its spares are counted, too.
     pub node_hours: f64,
-    /// What a node costs an hour.
+    /// The price of a node and hour.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub price: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -27,7 +27,7 @@ pub struct Outlay {
 }
 
 impl Outlay {
-    /// Of a job on so many nodes, whose steps take so many seconds.
+    /// The outlay of a job on so many nodes, whose steps take so many seconds.
     pub fn of(job: &Job, nodes: u32, seconds: f64) -> Outlay {
         let hours = seconds * job.training.steps as f64 / 3600.0;
         let (node_hours, price) = (hours * f64::from(nodes), job.profile.price);
@@ -54,11 +54,11 @@ impl Outlay {
 #[serde(rename_all = "camelCase")]
 pub struct Elsewhere {
     pub profile: String,
-    /// None where no number that was tried works.
+    /// It is None where no number that was tried works.
     pub nodes: Option<u32>,
     /// Bytes that a rank keeps, and those that it has.
     pub memory: Option<[u64; 2]>,
-    /// Of a step.
+    /// Seconds of a step, where the profile says how fast its GPUs are.
     pub seconds: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! What pages of HTML have in common: the style of both schemes of colours, and text that is safe.
+//! Pages of HTML have this in common: the style of both schemes of colours, and text that is safe.
 //! A page is one file and fetches nothing. Where it has a script, that one alone can run.
 
 use moejob_manifest::problem::printable;
@@ -60,7 +60,7 @@ mod tests {
         pairs.map(|(name, hex)| (name.trim(), [0, 2, 4].map(|at| channel(hex, at)))).collect()
     }
 
-    /// As WCAG 2 counts it.
+    /// The contrast of two colours, as WCAG 2 counts it.
     fn contrast(a: [f64; 3], b: [f64; 3]) -> f64 {
         let luminance = |of: [f64; 3]| -> f64 {
             let linear = of.map(|c| match c {
@@ -91,7 +91,7 @@ mod tests {
                 }
             }
             assert!(contrast(scheme["--ink"], scheme["--lost"]) >= 4.5);
-            // What is a shape and no text.
+            // These are shapes and no text.
             for name in ["--starting", "--trained", "--again", "--waiting", "--recovering"] {
                 let found = contrast(scheme[name], scheme["--paper"]);
                 assert!(found >= 3.0, "{name}: {found:.2}");

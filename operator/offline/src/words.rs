@@ -25,7 +25,7 @@ impl Part {
         Part { title: title.into(), ..Part::default() }
     }
 
-    /// What is put under its title is indented.
+    /// The title stands above the rest, where there is one.
     fn text(&self) -> String {
         let title = Some(self.title.as_str()).filter(|title| !title.is_empty());
         let all = title.into_iter().chain(self.table.iter().chain(&self.lines).map(String::as_str));
@@ -144,7 +144,7 @@ fn sizes(outlook: &Outlook) -> Part {
     Part { table, lines, ..Part::default() }
 }
 
-/// What the three columns of memory mean.
+/// The meaning of the three columns of memory.
 const MEMORY_WORDS: [&str; 3] = [
     "  memory  even: the router gives every expert the same number of tokens",
     "          kept: routedHeadroom times as many reach this rank; it must have room for that",
@@ -175,7 +175,7 @@ fn nothing_starts(outlook: &Outlook) -> Part {
     Part { lines, ..Part::of(format!("nothing starts: {why}")) }
 }
 
-/// Where ranks are, and what they need there.
+/// The parts that tell where ranks are, and what they need there.
 fn placement(outlook: &Outlook, gang: &GangFacts) -> Vec<Part> {
     let mut table = vec!["      RANKS  EXPERTS  MICRO-BATCHES    BUDDIES  NODE".to_string()];
     table.extend(gang.ranks.chunk_by(|a, b| a.node == b.node).map(ranks_of_node));

@@ -149,7 +149,7 @@ fn a_page_has_every_line_of_the_text_and_a_legend() {
         assert!(all.contains(told), "{told} in {all}");
     }
     assert!(page.contains("width=device-width"));
-    // What cannot start has its words.
+    // A job that cannot start has its words.
     job.nodes.min = 3;
     let told = outlook(&job, Some(&nodes), &Keys::default(), &[]);
     assert!(html(&told, None).contains("nothing starts"));

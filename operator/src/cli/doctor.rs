@@ -113,7 +113,7 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
     code
 }
 
-/// What all of it comes to.
+/// The sentence that all of it comes to.
 fn verdict(lines: &[Line]) -> String {
     let named = |of: &dyn Fn(&&Line) -> bool| -> Vec<&str> {
         lines.iter().filter(of).map(|line| line.name.as_str()).collect()

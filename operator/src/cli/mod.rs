@@ -147,7 +147,7 @@ fn typed() -> Cli {
 /// Columns of a text of help at most.
 const HELP_COLUMNS: usize = 100;
 
-/// What a person uses from day to day, in the order of the first day.
+/// A person uses these from day to day. They are in the order of the first day.
 const DAILY: [&str; 12] = [
     "init", "plan", "run", "ls", "show", "tail", "report", "generate", "eval", "examples",
     "explain", "doctor",
@@ -158,7 +158,7 @@ fn with_daily_first(command: clap::Command, columns: usize) -> clap::Command {
     let (mut daily, mut others) = (vec![String::new(); DAILY.len()], Vec::new());
     for of in command.get_subcommands().filter(|of| !of.is_hide_set()) {
         let about = of.get_about().map(ToString::to_string).unwrap_or_default();
-        // What is continued stands below what it continues.
+        // The second line of a sentence stands below its first.
         let about = out::within(&about, columns.saturating_sub(15));
         let about = about.replace("\n  ", &format!("\n{:15}", ""));
         let line = format!("  {:<12} {about}", of.get_name());
@@ -170,7 +170,8 @@ fn with_daily_first(command: clap::Command, columns: usize) -> clap::Command {
     let help = "  help         Say more of a command: moejob help COMMAND".to_string();
     others.push(out::within(&help, columns));
     command.help_template(format!(
-        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\nCommands:\n{}\n\nMore commands:\n{}\n\n\
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\nCommands:\n{}\n\n\
+         More commands:\n{}\n\n\
          Options:\n{{options}}",
         daily.join("\n"),
         others.join("\n")

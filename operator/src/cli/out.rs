@@ -45,7 +45,7 @@ pub fn colours() -> bool {
     std::io::stderr().is_terminal() && !is_dumb() && !refused
 }
 
-/// What words are about, by their colour.
+/// Words of one kind have one colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Colour {
     Loss,

@@ -41,7 +41,7 @@ pub struct How {
     /// What if this node is lost? Several are lost together. Without it, each one by itself.
     #[arg(long)]
     pub lose: Vec<String>,
-    /// What a node costs an hour, in place of what its profile says.
+    /// The price of a node and hour, in place of its profile's.
     #[arg(long, value_name = "PRICE", value_parser = not_negative)]
     pub price: Option<f64>,
     /// How the plan is written.
@@ -114,7 +114,7 @@ impl How {
         }
         let outlook = outlook(&job, nodes, keys, &self.lose);
         let text = match self.output {
-            // What cannot start has words and no picture.
+            // A job that cannot start has words and no picture.
             Form::Html => html(&outlook, drawn().ok().as_ref()),
             Form::Json => serde_json::to_string_pretty(&outlook)
                 .map_err(|error| format!("the plan cannot be written as JSON: {error}"))?,

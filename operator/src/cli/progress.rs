@@ -1,9 +1,12 @@
 //! What a person sees while a job runs: one line that changes on a terminal, plain lines in a pipe.
 
+mod rate;
+
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
 use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
+use rate::{Rate, STEPS_MEASURED};
 use crate::cli::out::{self, Colour, columns, painted, within};
 use jiff::Zoned;
 use std::io::Write;
@@ -31,10 +34,9 @@ pub struct Progress {
     exposed: Option<CommunicationReport>,
     /// The time that is left was told.
     told: bool,
+    /// Seconds of all steps of this start, by what they went to.
+    parts: [(&'static str, f64); 10],
 }
-
-/// Steps after which the time that is left is told in a line of its own.
-const STEPS_MEASURED: usize = 4;
 
 impl Progress {
     pub fn new(steps: u64) -> Progress {
@@ -44,12 +46,16 @@ impl Progress {
     fn on(steps: u64, screen: Screen) -> Progress {
         let terminal = (screen.columns)().is_some();
         let (line, rate) = (Line::default(), Rate::default());
-        Progress { screen, terminal, steps, drawn: None, line, rate, exposed: None, told: false }
+        let (drawn, exposed, told) = (None, None, false);
+        let parts = Phases::default().parts();
+        Progress { screen, terminal, steps, drawn, line, rate, exposed, told, parts }
     }
 
     /// A step is done.
     pub fn step(&mut self, report: &StepReport) {
         self.rate.push(report.step, Instant::now());
+        let parts = self.parts.iter_mut().zip(report.timing.phases.parts());
+        parts.for_each(|(all, (_, seconds))| all.1 += seconds);
         if report.communication.is_some() || report.world_size == 1 {
             self.exposed.clone_from(&report.communication);
         }
@@ -77,7 +83,7 @@ impl Progress {
 
     /// The time that is left, once: as soon as a few steps tell.
     pub fn first_measure(&mut self) -> Option<Duration> {
-        if self.told || self.rate.seen.len() < STEPS_MEASURED {
+        if self.told || self.rate.readings() < STEPS_MEASURED {
             return None;
         }
         let left = self.rate.left(self.steps)?;
@@ -141,6 +147,11 @@ impl Progress {
         }
     }
 
+    /// `backward 57%, forward 25%, update 16%` of the time of all steps; nothing before the first.
+    pub fn shares(&self) -> String {
+        of_parts(self.parts)
+    }
+
     /// Leaves the last line on the screen.
     pub fn finish(&mut self) {
         if self.terminal && !self.line.is_empty() {
@@ -157,7 +168,7 @@ impl Progress {
         show(&mut self.screen.out, &format!("\r\x1b[K{line}"));
     }
 
-    /// What does not fit beside a held-out loss, which stays, stands below it.
+    /// The line stays. A held-out loss that has no room in it stands below it.
     fn keep(&mut self) {
         let columns = (self.screen.columns)().unwrap_or(usize::MAX);
         let below = self.line.below(columns.saturating_sub(1), self.screen.colours);
@@ -166,11 +177,11 @@ impl Progress {
     }
 }
 
-/// Where words go: of a process its standard output and its standard error.
+/// The places that words go to. A process has its standard output and its standard error.
 struct Screen {
     out: Box<dyn Write>,
     notes: Box<dyn Write>,
-    /// How wide the terminal of either is now; none where it is no terminal.
+    /// The present width of either terminal. It is None where there is no terminal.
     columns: fn() -> Option<usize>,
     note_columns: fn() -> Option<usize>,
     colours: bool,
@@ -217,6 +228,7 @@ enum Weight {
     Loss,
     HeldOut,
     Left,
+    Share,
     Speed,
     End,
     Ranks,
@@ -315,10 +327,10 @@ fn describe(
     exposed: Option<&CommunicationReport>,
     (steps, left): (u64, Option<Duration>),
 ) -> Line {
-    // The last step alone is all of it.
-    let share = report.step * 100 / steps.max(1);
-    let mut line = Line::of(format!("step {}/{steps} {share}%", report.step));
+    let mut line = Line::of(format!("step {}/{steps}", report.step));
     line.push(Weight::Loss, format!("loss {:.4}", report.loss));
+    // The last step alone is all of it.
+    line.push(Weight::Share, format!("{}%", report.step * 100 / steps.max(1)));
     line.push(Weight::Speed, format!("{} tok/s", thousands(report.tokens_per_second)));
     if let Some(device) = &report.device {
         line.push(Weight::Device, of_device(device));
@@ -339,7 +351,10 @@ fn describe(
 
 /// `backward 57%, forward 25%, update 16%`: what took most of the time since the line before.
 fn of_phases(phases: &Phases) -> String {
-    let mut parts = phases.parts();
+    of_parts(phases.parts())
+}
+
+fn of_parts(mut parts: [(&'static str, f64); 10]) -> String {
     let all: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
     parts.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     let large = parts.iter().take(PHASES_SHOWN).filter(|(_, seconds)| *seconds >= 0.05 * all);
@@ -388,69 +403,6 @@ pub fn end(left: Duration, now: &Zoned) -> Option<String> {
     let end = now.checked_add(left).ok()?;
     let form = if end.date() == now.date() { "%H:%M" } else { "%Y-%m-%d %H:%M" };
     Some(format!("ends {}", end.strftime(form)))
-}
-
-/// Steps per second over the newest steps, so that the time left follows the present speed.
-#[derive(Default)]
-struct Rate {
-    /// Of this attempt: steps that were told, and when.
-    seen: std::collections::VecDeque<(u64, Instant)>,
-}
-
-impl Rate {
-    /// Readings at most, and how long they count: a validation or two lie in between.
-    const READINGS_MAX: usize = 256;
-    const WINDOW: Duration = Duration::from_secs(60);
-    /// What is measured over less says nothing, but of steps that take long.
-    const LEAST: Duration = Duration::from_secs(1);
-    /// The first steps of an attempt compile, and touch memory: those that take so many times what
-    /// is usual are left out.
-    const UNUSUAL: f64 = 4.0;
-    /// What is usual shows in so many readings.
-    const READINGS_MIN: usize = 4;
-
-    fn push(&mut self, step: u64, at: Instant) {
-        // A replayed step after a recovery starts the measure anew.
-        if self.seen.back().is_some_and(|(last, _)| *last >= step) {
-            self.seen.clear();
-        }
-        self.seen.push_back((step, at));
-        if self.seen.len() > Rate::READINGS_MAX {
-            // Every second one goes: the window stays, however fast they come.
-            let mut at = 0;
-            self.seen.retain(|_| {
-                at += 1;
-                at % 2 == 1
-            });
-        }
-        while self.seen.len() > STEPS_MEASURED
-            && self.seen.front().is_some_and(|(_, first)| at - *first > Rate::WINDOW)
-        {
-            self.seen.pop_front();
-        }
-    }
-
-    fn left(&self, steps: u64) -> Option<Duration> {
-        let all: Vec<(u64, Instant)> = self.seen.iter().copied().collect();
-        if all.len() < Rate::READINGS_MIN {
-            return None;
-        }
-        let each = |pair: &[(u64, Instant)]| {
-            (pair[1].1 - pair[0].1).as_secs_f64() / (pair[1].0 - pair[0].0).max(1) as f64
-        };
-        let mut sorted: Vec<f64> = all.windows(2).map(each).collect();
-        sorted.sort_by(f64::total_cmp);
-        let usual = *sorted.get(sorted.len() / 2)?;
-        let first = all.windows(2).position(|pair| each(pair) <= Rate::UNUSUAL * usual)?;
-        let ((first, began), (last, now)) = (all[first], all[all.len() - 1]);
-        let (span, done) = (now - began, last - first);
-        if done == 0 {
-            return None;
-        }
-        let left = span.div_f64(done as f64).mul_f64(steps.saturating_sub(last) as f64);
-        let is_measured = span >= Rate::LEAST || done >= STEPS_MEASURED as u64 * 256;
-        (is_measured || left < Rate::LEAST).then_some(left)
-    }
 }
 
 #[cfg(test)]
@@ -518,8 +470,9 @@ mod tests {
     }
 
     fn line() -> Line {
-        let mut line = Line::of("step 50/600 8%".to_string());
+        let mut line = Line::of("step 50/600".to_string());
         line.push(Weight::Loss, "loss 2.6480".to_string());
+        line.push(Weight::Share, "8%".to_string());
         line.push(Weight::Speed, "16.1k tok/s".to_string());
         line.push(Weight::Phases, "validation 69%, backward 19%, forward 11%".to_string());
         line.push(Weight::HeldOut, "held-out 2.8248".to_string());
@@ -535,13 +488,13 @@ mod tests {
         assert_eq!(line.within(200, false), line.text());
         for (columns, expected, below) in [
             (
-                79,
-                "step 50/600 8%  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  ends 14:32",
+                84,
+                "step 50/600  loss 2.6480  8%  16.1k tok/s  held-out 2.8248  1:10 left  ends 14:32",
                 "",
             ),
-            (65, "step 50/600 8%  loss 2.6480  held-out 2.8248  1:10 left", ""),
-            (50, "step 50/600 8%  loss 2.6480  held-out 2.8248", ""),
-            (30, "step 50/600 8%  loss 2.6480", "\n  held-out 2.8248"),
+            (56, "step 50/600  loss 2.6480  8%  held-out 2.8248  1:10 left", ""),
+            (44, "step 50/600  loss 2.6480  held-out 2.8248", ""),
+            (30, "step 50/600  loss 2.6480", "\n  held-out 2.8248"),
             (8, "step 50/", "\n  held-out 2.8248"),
         ] {
             let fits = expected.chars().count() <= columns;
@@ -549,7 +502,7 @@ mod tests {
             assert_eq!(line.below(columns, false), below, "{columns}");
         }
         let painted = line.within(30, true);
-        assert_eq!(painted, "step 50/600 8%  \x1b[36mloss 2.6480\x1b[0m");
+        assert_eq!(painted, "step 50/600  \x1b[36mloss 2.6480\x1b[0m");
         assert_eq!(Line::of("step 1/2".to_string()).below(4, true), "");
     }
 
@@ -563,7 +516,7 @@ mod tests {
         assert_eq!(end(Duration::MAX, &now), None);
     }
 
-    /// What was written, by anybody.
+    /// A place that keeps all that is written to it.
     #[derive(Clone, Default)]
     struct Tape(std::rc::Rc<std::cell::RefCell<Vec<u8>>>);
 
@@ -607,7 +560,7 @@ mod tests {
         String::from_utf8(text).expect("text")
     }
 
-    /// What stays on a terminal that is as wide, and never draws beyond its edge.
+    /// The lines that stay on a terminal of this width. Nothing is drawn beyond its edge.
     fn seen(recording: &str, columns: usize) -> Vec<String> {
         let (mut lines, mut line) = (Vec::new(), String::new());
         let mut rest = recording.chars().peekable();
@@ -643,7 +596,7 @@ mod tests {
             let all: Vec<&str> = all.split_whitespace().collect();
             let told = all.join(" ");
             for line in [
-                "step 50/200 25% loss 2.5000", "held-out 2.8248", "held-out 2.7000",
+                "step 50/200 loss 2.5000", "held-out 2.8248", "held-out 2.7000",
                 "rank 3 (first-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again",
                 "the loss has not fallen for 500 steps: 2.31 to 2.32",
             ] {
@@ -652,56 +605,9 @@ mod tests {
         }
         let narrow = seen(&recording(|| Some(40), true), 40);
         assert_eq!(narrow[2..7], [
-            "step 50/200 25%  loss 2.5000", "  held-out 2.8248",
+            "step 50/200  loss 2.5000", "  held-out 2.8248",
             "rank 3 (first-3) was killed: 7 of 8 go", "  on after 2.2 s, 0 steps again",
             "the loss has not fallen for 500 steps:",
         ]);
-    }
-
-    #[test]
-    fn time_left_follows_the_newest_steps() {
-        let start = Instant::now();
-        let mut rate = Rate::default();
-        assert_eq!(rate.left(10), None);
-        for step in 1..=4 {
-            rate.push(step, start + Duration::from_secs(step));
-        }
-        assert_eq!(rate.left(10), Some(Duration::from_secs(6)));
-        rate.push(2, start + Duration::from_secs(9));
-        assert_eq!(rate.left(10), None);
-    }
-
-    /// A first step of seconds, then thousands a second, of which some are told; a stall in the
-    /// midst; steps of minutes. What is told is never far from what it takes.
-    #[test]
-    fn time_left_does_not_jump() {
-        let start = Instant::now();
-        let told = |durations: &[f64], each: usize, steps: u64| {
-            let (mut rate, mut at, mut found) = (Rate::default(), 0.0, Vec::new());
-            let whole: f64 = durations.iter().sum();
-            for (step, seconds) in (1..).zip(durations) {
-                at += seconds;
-                if step % each == 0 || step < 5 {
-                    rate.push(step as u64, start + Duration::from_secs_f64(at));
-                    let left = rate.left(steps).map(|left| left.as_secs_f64());
-                    // At the end a second more or less is no jump.
-                    let least = 0.05 * whole;
-                    found.extend(left.map(|left| left.max(least) / (whole - at).max(least)));
-                }
-            }
-            found
-        };
-        let fast: Vec<f64> = [4.0, 2.0].into_iter().chain([0.0005; 20_000]).collect();
-        let found = told(&fast, 40, 20_002);
-        assert!(found.len() > 100, "{}", found.len());
-        assert!(found.iter().all(|ratio| (0.3..2.0).contains(ratio)), "{found:?}");
-        let mut stalls = vec![0.02; 3_000];
-        stalls[700] = 3.0;
-        let found = told(&stalls, 1, 3_000);
-        assert!(found.iter().all(|ratio| (0.3..3.0).contains(ratio)), "{found:?}");
-        let slow: Vec<f64> = [300.0].into_iter().chain([90.0; 50]).collect();
-        let found = told(&slow, 1, 51);
-        assert!(found.len() >= 45, "{}", found.len());
-        assert!(found.iter().all(|ratio| (0.3..2.5).contains(ratio)), "{found:?}");
     }
 }

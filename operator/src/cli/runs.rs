@@ -482,16 +482,17 @@ mod tests {
         let event = |kind: &str| json!({ "event": kind, "message": "no room" });
         let of = |kinds: &[&str]| -> Vec<Value> { kinds.iter().map(|kind| event(kind)).collect() };
         let fails = of(&["CheckpointCommitted", "CheckpointDegraded", "Warning"]);
-        let why = failing(&fails).expect("they fail");
-        let run = Seen { failing: Some((why, Some("step-00000020".to_string()))), ..Seen::default() };
+        let why = super::failing(&fails).expect("they fail");
+        let failing = Some((why, Some("step-00000020".to_string())));
+        let run = Seen { failing, ..Seen::default() };
         let told = page(&run, 0).join("\n");
         let expected = "  checkpoints   no room; the newest good checkpoint is step-00000020";
         assert!(told.contains(expected), "{told}");
         assert_eq!(run.json()["checkpoints"]["newest"], "step-00000020");
         for since in ["CheckpointRecovered", "CheckpointCommitted"] {
-            assert_eq!(failing(&of(&["CheckpointDegraded", since])), None);
+            assert_eq!(super::failing(&of(&["CheckpointDegraded", since])), None);
         }
-        assert_eq!(failing(&[]), None);
+        assert_eq!(super::failing(&[]), None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What is told and recorded of a run when it begins and when it ends.
+//! The begin and the end of a run, told and recorded.
 
 use super::{Runner, words};
 use crate::cli::args::word;
@@ -11,7 +11,7 @@ use moejob_protocol::report::{Detail, EventKind};
 use std::path::Path;
 
 impl Runner {
-    /// By what, in which program and on which machine it was started.
+    /// The event tells the command, the program and the machine.
     pub(super) fn tell_start(&mut self) {
         let text = |text: String| Detail::Text(text);
         let mut details = vec![
@@ -42,6 +42,10 @@ impl Runner {
     pub(super) fn conclude(&mut self, outcome: &Outcome) -> i32 {
         self.progress.finish();
         self.tell_held(0);
+        let shares = self.progress.shares();
+        if !shares.is_empty() {
+            self.progress.note(&format!("of all the time: {shares}"));
+        }
         if let Some(mlflow) = self.mlflow.take() {
             let status = match outcome {
                 Outcome::Complete { .. } => "FINISHED",
@@ -103,7 +107,7 @@ impl Runner {
     }
 }
 
-/// As it can be typed again. Where a run is logged may have a password in it.
+/// The command can be typed again. The address of a log may have a password, and is left out.
 fn command(typed: impl Iterator<Item = String>) -> String {
     let mut words = vec!["moejob".to_string()];
     let mut is_secret = false;

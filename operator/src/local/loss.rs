@@ -4,7 +4,7 @@
 //! step, loss, learning rate --LossWatch::push--> nothing, or what a person should know, once
 //! ```
 
-/// How much of the mean of before a reading leaves.
+/// A reading leaves so much of the mean of before.
 const KEPT: f64 = 0.95;
 /// Readings before which the mean says nothing.
 const READINGS_MIN: u64 = 50;
@@ -18,15 +18,15 @@ const FLAT_SHARE: f64 = 0.01;
 /// Readings whose mean is the loss at first.
 const FIRST: u64 = 20;
 
-/// What was found.
+/// Something that a person should know of the loss.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
-    /// As the event has it.
+    /// The event has it as its reason.
     pub reason: &'static str,
     pub words: String,
 }
 
-/// Of one run, from its start on.
+/// It watches one run from its start on.
 #[derive(Clone, Debug, Default)]
 pub struct LossWatch {
     /// It begins with new weights: only then must it fall.
@@ -35,7 +35,7 @@ pub struct LossWatch {
     step: u64,
     mean: f64,
     first: f64,
-    /// Of the mean, and where.
+    /// The least mean, and its step.
     least: Option<(f64, u64)>,
     climbs: bool,
     /// Steps since the learning rate stopped rising.
@@ -49,7 +49,8 @@ impl LossWatch {
         LossWatch { begins, ..LossWatch::default() }
     }
 
-    /// A step is done. Steps that are done again say nothing new, nor does a loss that is no number.
+    /// A step is done. Steps that are done again say nothing new, nor does a loss that is no
+    /// number.
     pub fn push(&mut self, step: u64, loss: f64, rate: f64) -> Option<Finding> {
         if step <= self.step || !loss.is_finite() {
             return None;

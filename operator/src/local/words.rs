@@ -55,7 +55,7 @@ impl Words {
         }
     }
 
-    /// Whether a worker has said why it ends.
+    /// True once a worker has said why it ends.
     pub fn has_said(&self, worker: &str) -> bool {
         self.said.contains_key(worker)
     }
@@ -72,7 +72,7 @@ impl Words {
         !self.held.is_empty()
     }
 
-    /// What was held since that moment or before: it is told by itself.
+    /// Losses that were held since that moment or before, to be told by themselves.
     pub fn held(&mut self, until: Millis) -> Vec<String> {
         if self.held_at > until { Vec::new() } else { std::mem::take(&mut self.held) }
     }
@@ -141,7 +141,7 @@ pub fn of_lost_engine(event: &Event) -> String {
     format!("{}{words}", event.message)
 }
 
-/// What a person reads of checkpoints that fail: why, and what there is instead.
+/// The words for checkpoints that fail: why, and the newest good one.
 pub fn of_failing(why: &str, newest: Option<&str>) -> String {
     match newest {
         Some(newest) => format!("{why}; the newest good checkpoint is {newest}"),
@@ -149,8 +149,8 @@ pub fn of_failing(why: &str, newest: Option<&str>) -> String {
     }
 }
 
-/// What a person reads of a loss and its recovery, by the ranks of the attempt before and of this
-/// one: `rank 3 (a-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again`.
+/// The line of a loss and its recovery, by the ranks of the attempt before and of this one:
+/// `rank 3 (a-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again`.
 pub fn of_recovery(cause: &str, ranks: [u32; 2], first_step_ms: u64, steps_lost: u64) -> String {
     let [before, now] = ranks;
     let seconds = first_step_ms as f64 / 1000.0;

@@ -226,8 +226,8 @@ pub const VICTIM: &str = "Victim";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EventKind {
-    /// The program begins, or begins again: `command`, `version`, `machine`, and `price`, what a node
-    /// costs an hour, where its profile says so.
+    /// The program begins, or begins again: `command`, `version`, `machine`, and the `price` of a
+    /// node and hour where its profile says it.
     RunStarted,
     WorkerStarted,
     WorkerLost,

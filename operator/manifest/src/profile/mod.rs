@@ -62,10 +62,10 @@ pub struct Profile {
     pub links: Option<LinkFigures>,
     /// What estimates of computing rest on; likewise.
     pub flops: Option<Flops>,
-    /// Of a node an hour, in whatever money.
+    /// The price of a node and hour, in whatever money.
     pub price: Option<f64>,
-    /// Of all that the profile says but `links`, `flops` and `price`, 16 hex digits: what the record
-    /// compares.
+    /// A hash, in 16 hex digits, of all that the profile says but `links`, `flops` and `price`. The
+    /// record compares it.
     pub digest: String,
 }
 

@@ -109,8 +109,8 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
     Err(problems)
 }
 
-/// Of all that is said, whatever its order and its comments. What estimates and prices rest on
-/// is none of it: no pod and no rank depends on them.
+/// A hash of all that is said, whatever its order and its comments. Figures of estimates and prices
+/// are left out: no pod and no rank depends on them.
 pub(super) fn digest(said: &Json) -> String {
     canonical_hash(said, &["about", "why", "links", "flops", "price"])[..16].to_string()
 }

@@ -52,7 +52,7 @@ pub fn html(outlook: &Outlook, picture: Option<&Picture>) -> String {
         for line in &part.lines {
             let _ = writeln!(body, "<p class=\"told\">{}</p>", escaped(line.trim()));
         }
-        // What runs first and how large it is; then where; then all the rest.
+        // The picture follows the sizes, and all the rest follows the picture.
         if at == 1 && let Some(picture) = picture {
             let _ = write!(
                 body,
@@ -65,7 +65,7 @@ pub fn html(outlook: &Outlook, picture: Option<&Picture>) -> String {
     page(title, "", &body, "")
 }
 
-/// What shapes and colours mean, with switches for ring and trees where there are any.
+/// The meaning of shapes and colours, with switches for ring and trees where there are any.
 fn legend(picture: &Picture) -> String {
     let many = picture.scenes.iter().any(|scene| scene.members > 1);
     let switch = |name: &str, class: &str, label: &str| {

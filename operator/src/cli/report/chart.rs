@@ -18,7 +18,7 @@ const PIECES_MIN: usize = 60;
 /// Marks of one chart at most.
 const MARKS_MAX: usize = 100;
 
-/// What the axis below counts. Each is drawn, and the page shows the one that is chosen.
+/// The axis below counts one of these. Each is drawn, and the page shows the one that is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Axis {
     Step,
@@ -27,7 +27,7 @@ pub enum Axis {
     Time(f64, &'static str),
 }
 
-/// Where a point lies: at a step, by the tokens and the seconds until then, and its value.
+/// A point lies at a step, by the tokens and the seconds until then, and has a value.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     pub step: f64,
@@ -46,7 +46,7 @@ impl Point {
     }
 }
 
-/// How a line is drawn.
+/// The look of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     Plain,
@@ -218,7 +218,7 @@ fn exact(value: f64) -> String {
     }
 }
 
-/// As TensorBoard smooths: a mean whose weights fall by this much a point.
+/// Weights of the mean fall by this much a point. TensorBoard smooths so, too.
 const KEPT: f64 = 0.9;
 
 /// The line without its noise. None of few points.
@@ -421,7 +421,9 @@ mod tests {
 
     #[test]
     fn points_are_the_values_on_each_axis_and_both_scales() {
-        let point = |step: f64, y: f64| Point { step, tokens: step * 512.0, seconds: step * 90.0, y };
+        let point = |step: f64, y: f64| {
+            Point { step, tokens: step * 512.0, seconds: step * 90.0, y }
+        };
         let svg = chart(vec![point(1.0, 10.0), point(2.0, 1.23456), point(3.0, 0.01)], true);
         assert_eq!(svg.matches("<svg").count(), 6);
         for found in [
@@ -431,7 +433,7 @@ mod tests {
         ] {
             assert!(svg.contains(found), "{found} in {svg}");
         }
-        // What is not positive has no logarithm.
+        // A number that is not positive has no logarithm.
         assert_eq!(chart(vec![point(1.0, 0.0), point(2.0, 1.0)], true).matches("<svg").count(), 3);
     }
 

@@ -1,4 +1,4 @@
-//! What runs are and how they went, as rows of a table with a column a run.
+//! Facts of runs and of how they went, as rows of a table with a column a run.
 
 use super::read::{Run, Step};
 use super::short;
@@ -41,7 +41,7 @@ fn rows(runs: &[Run], all: &[(&'static str, &dyn Fn(&Run) -> Cell)]) -> Vec<Row>
     all.iter().map(row).filter(has).collect()
 }
 
-/// How they went. `price` is what a node costs an hour, in place of what the profile says.
+/// The rows that tell how runs went. `price`, of a node and hour, counts before the profile's.
 pub fn results(runs: &[Run], price: Option<f64>) -> Vec<Row> {
     let last = |run: &Run, of: fn(&Step) -> Option<f64>| run.steps.last().and_then(of);
     let events = |run: &Run, kind: &str| -> Cell {
@@ -95,7 +95,7 @@ pub fn results(runs: &[Run], price: Option<f64>) -> Vec<Row> {
     ])
 }
 
-/// What they trained.
+/// The rows that tell what runs trained.
 pub fn trained(runs: &[Run]) -> Vec<Row> {
     let field = |run: &Run, path: &str| run.spec.pointer(path).and_then(words);
     rows(runs, &[
@@ -126,7 +126,10 @@ pub fn trained(runs: &[Run]) -> Vec<Row> {
                 format!("{batch} sequences of {length} tokens")
             }))
         }),
-        ("optimizer", &|run| Cell::text(field(run, "/training/adamw").map(|fields| format!("AdamW, {fields}")))),
+        ("optimizer", &|run| {
+            let fields = field(run, "/training/adamw");
+            Cell::text(fields.map(|fields| format!("AdamW, {fields}")))
+        }),
         ("schedule", &|run| Cell::text(field(run, "/training/schedule"))),
         ("precision", &|run| Cell::text(field(run, "/training/precision"))),
         ("seed", &|run| Cell::text(field(run, "/training/seed"))),
@@ -162,7 +165,7 @@ fn data(run: &Run) -> Option<String> {
     Some(text)
 }
 
-/// What `moejob explain` calls them, for a person.
+/// Fields and their values as a person reads them.
 fn words(value: &Value) -> Option<String> {
     match value {
         Value::Null => None,
@@ -236,8 +239,8 @@ fn best(run: &Run) -> Option<(f64, u64)> {
     all.filter(|(loss, _)| loss.is_finite()).min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// Of the text that is trained on, where it is known: a byte is a token, or its files are there and
-/// are nothing but text.
+/// Bytes that a token of the training has. They are known where each byte is a token, or where the
+/// files are there and are nothing but text.
 fn bytes_per_token(run: &Run) -> Option<f64> {
     if run.spec.pointer("/data/tokenizer")? == "bytes" {
         return Some(1.0);
@@ -273,7 +276,9 @@ mod tests {
             ..Run::default()
         };
         let found = differences(&[run(0.1, json!("a")), run(0.2, Value::Null)]);
-        let of = |name: &str, values: [&str; 2]| (name.to_string(), values.map(String::from).to_vec());
+        let of = |name: &str, values: [&str; 2]| {
+            (name.to_string(), values.map(String::from).to_vec())
+        };
         let expected =
             [of("training.clip", ["a", ""]), of("training.learningRate", ["0.1", "0.2"])];
         assert_eq!(found, expected);

@@ -36,7 +36,7 @@ pub struct ReportArgs {
     /// A text that each kept checkpoint of each run goes on with, to be compared on the page.
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
-    /// What a node costs an hour, in place of what its profile says.
+    /// The price of a node and hour, in place of its profile's.
     #[arg(long, value_parser = not_negative)]
     pub price: Option<f64>,
 }
@@ -97,7 +97,7 @@ pub fn run(args: &ReportArgs) -> ExitCode {
     }
 }
 
-/// What each checkpoint of a run says behind a text, always the likeliest. Each is asked in a
+/// Each checkpoint of a run goes on with a text, always by the likeliest token. It is asked in a
 /// process of its own, which asks for its memory and gives it back.
 fn samples(path: &Path, prompt: &str) -> Result<Vec<(u64, String)>, String> {
     let program = std::env::current_exe().map_err(|error| io(&error))?;
@@ -248,7 +248,8 @@ mod tests {
         }
         assert!(html.contains("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\\u{1b}[2J"));
         for title in [
-            "Loss", "held out", "logarithmic loss", "Learning rate", "Gradient norm", "Tokens a second",
+            "Loss", "held out", "logarithmic loss", "Learning rate", "Gradient norm",
+            "Tokens a second",
             "World size", "Router entropy", "Switches of experts", "Load of the busiest expert",
             "attempt 3", "layer 3",
         ] {

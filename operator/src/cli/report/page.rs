@@ -55,7 +55,7 @@ pub fn page(runs: &[Run], price: Option<f64>) -> String {
     page::page(&title, &heat::style(), &html, include_str!("page.js"))
 }
 
-/// What all charts over steps show. The style hides the rest; no script is needed.
+/// Switches of all charts over steps. The style hides what is not chosen; no script is needed.
 const CONTROLS: &str = "<p class=\"controls\">below: \
     <label><input type=\"radio\" name=\"axis\" id=\"steps\" checked> steps</label>\
     <label><input type=\"radio\" name=\"axis\" id=\"tokens\"> tokens</label>\
@@ -161,7 +161,7 @@ fn points(run: &Run, of: impl Fn(&Step) -> Option<f64>) -> Vec<Point> {
     run.steps.iter().filter_map(point).collect()
 }
 
-/// What a line is called where several runs have it.
+/// The name of a line tells its run where there are several.
 fn named(runs: &[Run], run: &Run, what: &str) -> String {
     match runs.len() {
         1 => what.to_string(),
@@ -393,7 +393,9 @@ fn routers(runs: &[Run], axes: &[Axis]) -> String {
             step.expert_imbalance
         }),
         over_steps(runs, axes, "Auxiliary loss", "unscaled", |step| step.aux_loss),
-        over_steps(runs, axes, "Z loss", "unscaled", |step| step.z_loss.filter(|loss| *loss != 0.0)),
+        over_steps(runs, axes, "Z loss", "unscaled", |step| {
+            step.z_loss.filter(|loss| *loss != 0.0)
+        }),
         over_steps(runs, axes, "Router entropy", "nats", |step| step.router_entropy),
         over_steps(runs, axes, "Switches of experts", "share of choices, token to token", |step| {
             step.expert_switches

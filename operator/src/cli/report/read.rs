@@ -1,6 +1,7 @@
 //! A run's folder -> what of it is drawn.
 
 use super::time::{Beat, Times};use crate::cli::args::or_its_runs;
+use crate::cli::moe::table::millis;
 use crate::cli::out::io;
 use moe_worker::data::Listing;
 use moejob_protocol::Mesh;
@@ -33,14 +34,14 @@ pub struct Run {
     /// Ranks over time, where they changed: (seconds since 1970, ranks).
     pub world: Vec<(f64, f64)>,
     pub unreadable: u64,
-    /// What is kept of its manifest; null where nothing is.
+    /// The part of its manifest that is kept. It is null where there is none.
     pub spec: Value,
     /// Its files and tokens.
     pub data: Option<Listing>,
     pub times: Times,
     /// Joules that its GPUs took, were all of them like rank 0's; none where no GPU tells.
     pub joules: Option<f64>,
-    /// What it says at each checkpoint that is kept, where it was asked: step and text.
+    /// Steps of kept checkpoints, and what the model says at each where it was asked.
     pub samples: Vec<(u64, String)>,
 }
 
@@ -108,13 +109,14 @@ pub struct Event {
     pub node: Option<String>,
     pub step: Option<u64>,
     pub rank: Option<u64>,
-    /// Of an attempt.
+    /// Ranks of an attempt.
     pub(super) mesh: Value,
     pub nodes: Option<u64>,
-    /// Of a recovery.
+    /// Fields of a recovery.
     pub first_step_ms: Option<u64>,
     pub steps_lost: Option<u64>,
-    /// Of a start: what was typed, the program, the machine, what a node costs an hour.
+    /// Fields of a start: the words that were typed, the program, the machine, the price of a node
+    /// and hour.
     pub command: Option<String>,
     pub version: Option<String>,
     pub machine: Option<String>,
@@ -124,7 +126,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Of an attempt.
+    /// Ranks of an attempt.
     pub fn ranks(&self) -> Option<u32> {
         Some(serde_json::from_value::<Mesh>(self.mesh.clone()).ok()?.world())
     }
@@ -219,7 +221,7 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
         unreadable += 1;
     }
     run.unreadable = unreadable;
-    // What was done before a step of as low a number came once more was lost.
+    // A step was lost where one of as low a number came later.
     let mut least = u64::MAX;
     for (step, beat) in beats.iter_mut().rev() {
         beat.lost = *step >= least;
@@ -233,7 +235,7 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
 }
 
 impl Step {
-    /// How long it took, of so many tokens.
+    /// The time of the step, which had so many tokens.
     fn beat(&self, tokens: f64) -> Beat {
         let all: f64 = self.phases.parts().iter().map(|(_, seconds)| seconds).sum();
         let rate = match self.wall_tokens_per_second {
@@ -275,35 +277,7 @@ fn lines(path: &Path, mut each: impl FnMut(&str)) -> std::io::Result<()> {
     }
 }
 
-/// `2026-01-31T12:34:56.789Z` -> seconds since 1970.
+/// Seconds from 1970 to a time as Kubernetes writes it.
 fn seconds(time: &str) -> Option<f64> {
-    let (date, rest) = time.split_once('T')?;
-    let clock = rest.strip_suffix('Z').or_else(|| rest.strip_suffix("+00:00"))?;
-    let mut date = date.splitn(3, '-').map(|part| part.parse::<i64>().ok());
-    let (year, month, day) = (date.next()??, date.next()??, date.next()??);
-    let mut clock = clock.splitn(3, ':').map(|part| part.parse::<f64>().ok());
-    let (hour, minute, second) = (clock.next()??, clock.next()??, clock.next()??);
-    let plausible = (1970..10_000).contains(&year) && (1..=12).contains(&month);
-    if !plausible || !(1..=31).contains(&day) {
-        return None;
-    }
-    // Days since 1970 of the Gregorian calendar, the year beginning in March.
-    let (y, m) = if month <= 2 { (year - 1, month + 9) } else { (year, month - 3) };
-    let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day - 1 - 719_468;
-    Some(days as f64 * 86_400.0 + hour * 3600.0 + minute * 60.0 + second)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_seconds() {
-        assert_eq!(seconds("1970-01-01T00:00:00Z"), Some(0.0));
-        assert_eq!(seconds("2000-03-01T00:00:00Z"), Some(951_868_800.0));
-        assert_eq!(seconds("2026-11-22T14:11:00.5Z"), Some(1_795_356_660.5));
-        for nonsense in ["", "T", "2026-13-01T00:00:00Z", "yesterday", "2026-01-01T00:00"] {
-            assert_eq!(seconds(nonsense), None, "{nonsense}");
-        }
-    }
+    Some(millis(time)? as f64 / 1000.0)
 }

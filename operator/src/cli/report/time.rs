@@ -12,9 +12,9 @@ use super::read::Event;
 pub struct Beat {
     /// Its end, in seconds since 1970.
     pub at: f64,
-    /// Since the one before, or since its attempt began to train.
+    /// Its time begins with the end of the one before, or when its attempt began to train.
     pub seconds: f64,
-    /// Of them those in which it waited: for data, copies and storage.
+    /// In these of its seconds it waited for data, copies and storage.
     pub waited: f64,
     pub attempt: u32,
     /// It was lost, and done again later.
@@ -34,7 +34,7 @@ impl Kind {
     pub const ALL: [Kind; 5] =
         [Kind::Trained, Kind::Again, Kind::Waiting, Kind::Recovering, Kind::Starting];
 
-    /// As the style knows it.
+    /// The style knows it by this name.
     pub fn class(self) -> &'static str {
         match self {
             Kind::Starting => "starting",
@@ -75,12 +75,12 @@ pub struct Times {
     pub spans: Vec<Span>,
 }
 
-/// What ends a start of the program.
+/// Each of these ends a start of the program.
 const ENDS: [&str; 4] = ["JobCompleted", "JobFailed", "JobSuspended", "Interrupted"];
 const LOSSES: [&str; 2] = ["WorkerLost", "EngineLost"];
 
 impl Times {
-    /// Of steps and events in their order.
+    /// The times that follow from steps and events, which are in their order.
     pub fn of(beats: &[Beat], events: &[Event]) -> Times {
         let begins = events.iter().filter_map(|event| event.at).next();
         let first = beats.first().map(|beat| beat.at - beat.seconds);
@@ -147,7 +147,7 @@ impl Times {
         }
     }
 
-    /// Of the run until this moment, without its pauses.
+    /// The run has so many seconds until this moment, without its pauses.
     pub fn seconds(&self, at: f64) -> f64 {
         let past = |(from, to): &(f64, f64)| (at.min(*to) - from).max(0.0);
         (at - self.begin - self.pauses.iter().map(past).sum::<f64>()).max(0.0)

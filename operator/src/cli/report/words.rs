@@ -1,10 +1,10 @@
-//! What happened to a run, in words of people.
+//! Events of a run in words of people.
 
 use super::read::{Event, Run};
 use super::short;
 use moejob_manifest::words::several;
 
-/// What a person wants to know of a run; the rest is in events.jsonl.
+/// A person wants to know these of a run. The others are in events.jsonl.
 const TOLD: [&str; 17] = [
     "RunStarted", "AttemptStarted", "WorkerLost", "EngineLost", "Recovered", "Resumed",
     "CheckpointRefused", "CheckpointDegraded", "CheckpointRecovered", "DataDegraded",
@@ -12,12 +12,12 @@ const TOLD: [&str; 17] = [
     "SpecChanged",
 ];
 
-/// Whether a person is told of it.
+/// A person is told of these alone.
 pub fn is_told(event: &Event) -> bool {
     TOLD.contains(&event.event.as_str())
 }
 
-/// What happened.
+/// The event in words.
 pub fn told(event: &Event) -> String {
     let who = [&event.worker, &event.node].into_iter().flatten();
     let who = who.map(String::as_str).collect::<Vec<_>>().join(" on ");
@@ -78,7 +78,7 @@ pub struct Recovery {
     pub took: String,
     /// `2 steps`
     pub again: String,
-    /// What the state came from.
+    /// The source of the state.
     pub from: String,
 }
 
@@ -94,7 +94,9 @@ pub fn recoveries(run: &Run) -> Vec<Recovery> {
             "Resumed" => from = told(event),
             "Recovered" => {
                 let ranks = match (world, before) {
-                    (Some(now), Some(was)) if now < was => format!("{now} of {}", several(was, "rank")),
+                    (Some(now), Some(was)) if now < was => {
+                        format!("{now} of {}", several(was, "rank"))
+                    }
                     (Some(now), _) => several(now, "rank"),
                     (None, _) => "-".to_string(),
                 };
