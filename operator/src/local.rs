@@ -330,6 +330,9 @@ impl Runner {
                 let words = match event.event {
                     // The line of the recovery tells it.
                     EventKind::Resumed if self.words.holds() => String::new(),
+                    EventKind::Resumed if event.reason == "Memory" => {
+                        words::goes_on_with(self.ranks[1])
+                    }
                     EventKind::Resumed => words::goes_on_from(&event.message),
                     EventKind::EngineLost => words::of_lost_engine(event),
                     EventKind::CheckpointDegraded => {

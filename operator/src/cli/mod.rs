@@ -148,9 +148,9 @@ fn typed() -> Cli {
 const HELP_COLUMNS: usize = 100;
 
 /// A person uses these from day to day. They are in the order of the first day.
-const DAILY: [&str; 12] = [
-    "init", "plan", "run", "ls", "show", "tail", "report", "generate", "eval", "examples",
-    "explain", "doctor",
+const DAILY: [&str; 13] = [
+    "init", "validate", "plan", "run", "ls", "show", "tail", "report", "generate", "eval",
+    "examples", "explain", "doctor",
 ];
 
 /// The help of the program itself: commands of every day, and the others below a heading.

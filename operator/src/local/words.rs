@@ -131,6 +131,11 @@ pub fn goes_on_from(what: &str) -> String {
     if what.is_empty() { String::new() } else { format!("goes on from {what}") }
 }
 
+/// The line of an attempt that begins without a loss, as when a worker comes back.
+pub fn goes_on_with(ranks: u32) -> String {
+    format!("goes on with {}", several(ranks, "rank"))
+}
+
 /// What a person reads of a lost engine: which, how it ended, and the last line that it wrote.
 pub fn of_lost_engine(event: &Event) -> String {
     let wrote = match event.details.get("lastWords") {
@@ -220,6 +225,7 @@ mod tests {
         assert!(words.is_news("no memory for a snapshot"));
         assert_eq!(goes_on_from("step-00000010"), "goes on from step-00000010");
         assert_eq!(goes_on_from(""), "");
+        assert_eq!(goes_on_with(4), "goes on with 4 ranks");
     }
 
     #[test]
