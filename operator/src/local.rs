@@ -9,24 +9,27 @@
 //! runner lies in `DIR/NAME`: `job.json` (identity, attempt), the checkpoints, and the claims
 //! beside them. Nothing is decided here.
 
+mod ends;
 mod error;
 mod folder;
+mod loss;
 mod passed;
 mod process;
 mod signals;
 mod stumbles;
-mod words;
+pub(crate) mod words;
 
 use crate::cli::disk::patient;
-use crate::cli::generate::{command_for, command_to_look};
 use crate::control::{Leader, LeaderEvent, Told, Verifier};
 use crate::controller::Clock;
-use crate::cli::progress::{Progress, clock};
+use crate::cli::progress::{Progress, clock, end};
+use jiff::Zoned;
 use crate::cli::run::mlflow::{About, MlFlow, Tracking};
 use crate::cli::run::tfevents::TfEvents;
 pub use error::LocalError;
 pub use folder::FolderError;
 use folder::{Folder, JobFile};
+use loss::LossWatch;
 use passed::pass_over;
 use moe_worker::attempt::recorder::Recorder;
 use moe_worker::attempt::records;
@@ -36,18 +39,16 @@ use moe_worker::life::affinity::Share;
 use moejob_identity::authority::Authority;
 use moejob_manifest::identity::{self, Steered};
 use moejob_manifest::status::{CheckpointStatus, MoeJobStatus};
-use moejob_manifest::words::{count, several};
+use moejob_manifest::words::count;
 use moejob_plan::allocate::Granted;
 use moejob_plan::decide::Action;
 use moejob_plan::lead::{
     Batch, Effect, Event, JobLoop, JobSeen, Link, Local, Origin, Place, SLOW_LINK, Write,
 };
-use moejob_plan::observed::{Millis, Node, Outcome, Record};
+use moejob_plan::observed::{Millis, Node, Record};
 use moejob_plan::record::{self, Saved};
 use moejob_plan::track::Recovery;
-use moejob_protocol::checkpoint::directory_name;
 use moejob_protocol::message::{Heartbeat, Up};
-use moejob_protocol::model::RouterKind;
 use moejob_protocol::report::{Detail, Event as Line, EventKind, StepReport};
 use process::{ProcessEvent, Processes};
 use stumbles::{Stumbles, unwritten};
@@ -60,6 +61,8 @@ use words::Words;
 
 /// Happenings that wait for the loop, and that are decided on together at most.
 const EVENTS_MAX: usize = 1024;
+/// Milliseconds for which the line of a loss waits for the recovery, whose line tells both.
+const HELD_MAX: Millis = 3000;
 /// Failures in a row to start a worker, after which a run that has trained nothing ends: half a
 /// minute with the pauses between them. One that has trained tries on.
 const SPAWNS_MAX: u32 = 12;
@@ -97,6 +100,13 @@ struct Runner {
     records: Recorder,
     progress: Progress,
     words: Words,
+    losses: LossWatch,
+    /// Why checkpoints fail at present.
+    failing: Option<String>,
+    /// Ranks of the attempt before, and of this one.
+    ranks: [u32; 2],
+    /// The price of a node and hour.
+    price: Option<f64>,
     tfevents: Option<TfEvents>,
     mlflow: Option<MlFlow>,
     stumbles: Stumbles,
@@ -115,6 +125,7 @@ impl Runner {
             spec: identity.clone(),
             folder: dir.join(&job.job.name),
         };
+        let (price, begins) = (job.job.profile.price, job.job.model_from.is_none());
         let folder = Folder::open(&dir.join(&job.job.name), &identity, &identity::defaults())?;
         let authority =
             Authority::new().map_err(|error| LocalError::Authority(Box::new(error)))?;
@@ -129,6 +140,7 @@ impl Runner {
         });
         let granted = Granted { nodes: nodes.collect(), ..Granted::default() };
         let done = stored.as_ref().map_or(0, |stored| stored.step);
+        let begins = begins && done == 0;
         let jump = identity::stretched(&folder.file().spec, &job.job.training, done);
         let clock = Clock::start();
         let seen = seen(&folder, &job.job.name, stored);
@@ -154,6 +166,10 @@ impl Runner {
             records,
             progress,
             words,
+            losses: LossWatch::new(begins),
+            failing: None,
+            ranks: [0; 2],
+            price,
             tfevents,
             mlflow,
             stumbles: Stumbles::default(),
@@ -196,6 +212,7 @@ impl Runner {
         if let Some(code) = self.already_done() {
             return Ok(code);
         }
+        self.tell_start();
         let mut signals = signals::watch()?;
         loop {
             let due = self.turn()?;
@@ -204,6 +221,7 @@ impl Runner {
                 return Ok(self.conclude(&outcome));
             }
             let wait = due.map_or(3_600_000, |at| at.saturating_sub(self.clock.now()));
+            let wait = if self.words.holds() { wait.min(HELD_MAX) } else { wait };
             tokio::select! {
                 biased;
                 Some(hangs_up) = signals.recv() => self.interrupt(hangs_up),
@@ -221,6 +239,7 @@ impl Runner {
                 let Ok((name, change)) = self.changes.try_recv() else { break };
                 self.on_process(&name, change);
             }
+            self.tell_held(HELD_MAX);
             if let Some(news) = self.records.take_news() {
                 self.progress.note(&news);
             }
@@ -291,6 +310,7 @@ impl Runner {
                 begun.iter().flatten().for_each(|of| self.tell_steered(of, report.step));
                 self.words.stepped();
                 self.progress.step(report);
+                self.watch_loss(report);
                 self.draw(report);
                 if let Some(left) = self.progress.first_measure() {
                     self.expect(left);
@@ -308,14 +328,37 @@ impl Runner {
                     EventKind::EngineLost,
                 ];
                 let words = match event.event {
+                    // The line of the recovery tells it.
+                    EventKind::Resumed if self.words.holds() => String::new(),
+                    EventKind::Resumed if event.reason == "Memory" => {
+                        words::goes_on_with(self.ranks[1])
+                    }
                     EventKind::Resumed => words::goes_on_from(&event.message),
                     EventKind::EngineLost => words::of_lost_engine(event),
+                    EventKind::CheckpointDegraded => {
+                        self.failing = Some(event.message.clone());
+                        words::of_failing(&event.message, self.newest())
+                    }
                     _ => event.message.clone(),
                 };
+                let mended = [EventKind::CheckpointRecovered, EventKind::CheckpointCommitted];
+                if mended.contains(&event.event) {
+                    self.failing = None;
+                }
                 // Each attempt says of its data what the one before has said.
                 let is_news = event.event != EventKind::Warning || self.words.is_news(&words);
-                if kinds.contains(&event.event) && is_news {
-                    self.progress.note(&words);
+                let is_held = event.event == EventKind::EngineLost
+                    && !event.details.contains_key("lastWords");
+                if is_held {
+                    self.words.hold(words.clone(), self.clock.now());
+                } else if kinds.contains(&event.event) && is_news {
+                    match event.event {
+                        EventKind::Resumed => self.progress.note(&words),
+                        EventKind::CheckpointRecovered | EventKind::DataRecovered => {
+                            self.progress.recovered(&words);
+                        }
+                        _ => self.progress.warn(&words),
+                    }
                 }
                 if event.event == EventKind::Warning {
                     self.words.warned(&words);
@@ -331,6 +374,22 @@ impl Runner {
             // It is told with the worker's end, or with the job's.
             Up::Failed { exit_code, message, .. } => self.words.failed(name, *exit_code, message),
             _ => {}
+        }
+    }
+
+    /// The newest checkpoint that is whole.
+    fn newest(&self) -> Option<&str> {
+        self.job.tracker().observed.stored.as_ref().map(|stored| stored.name.as_str())
+    }
+
+    /// A person is told of a loss that climbs or never falls.
+    fn watch_loss(&mut self, report: &StepReport) {
+        let found = self.losses.push(report.step, report.loss, report.learning_rate);
+        if let Some(found) = found {
+            self.progress.warn(&found.words);
+            self.words.warned(&found.words);
+            let details = [("step", Detail::Number(report.step))];
+            self.event(EventKind::Warning, found.reason, &found.words, &details);
         }
     }
 
@@ -362,7 +421,9 @@ impl Runner {
             0 => "less than a second".to_string(),
             _ => format!("about {}", clock(left)),
         };
-        self.progress.note(&format!("{span} to go{epochs}"));
+        let end = end(left, &Zoned::now()).filter(|_| left.as_secs() > 0);
+        let end = end.map_or(String::new(), |end| format!(" ({end})"));
+        self.progress.note(&format!("{span} to go{end}{epochs}"));
     }
 
     /// Does what the loop says until it has nothing more to say. When it wants to be asked again.
@@ -463,6 +524,7 @@ impl Runner {
     fn record(&mut self, action: &Action) -> Result<(), FolderError> {
         match action {
             Action::RecordAttempt(gang) => {
+                self.ranks = [self.ranks[1], gang.layout.mesh.world()];
                 let file = self.folder.file().clone();
                 self.folder.record(JobFile { attempt: gang.attempt, ..file })?;
                 let details = [
@@ -505,8 +567,11 @@ impl Runner {
             ("node", Detail::Text(node)),
             ("pid", Detail::Number(self.processes.pid(name).into())),
         ];
-        if let Some(told) = self.words.lost(name, cause) {
-            self.progress.note(&told);
+        match self.words.lost(name, cause) {
+            // The line of the recovery says as much.
+            Some(told) if !self.words.has_said(name) => self.words.hold(told, self.clock.now()),
+            Some(told) => self.progress.warn(&told),
+            None => {}
         }
         self.event(EventKind::WorkerLost, "Lost", cause, &details);
     }
@@ -519,84 +584,16 @@ impl Runner {
             ("firstStepMs", Detail::Number(first_step)),
             ("stepsLost", Detail::Number(recovery.steps_lost)),
         ];
-        let ranks = self.job.tracker().observed.gang().map_or(0, |gang| gang.layout.mesh.world());
-        let ranks = several(ranks, "rank");
-        self.progress.note(&words::of_recovery(&ranks, first_step, recovery.steps_lost));
+        self.words.release();
+        let line = words::of_recovery(&recovery.cause, self.ranks, first_step, recovery.steps_lost);
+        self.progress.recovered(&line);
         self.event(EventKind::Recovered, "FirstStep", &recovery.cause, &details);
     }
 
-    fn record_outcome(&mut self, outcome: &Outcome) {
-        match outcome {
-            Outcome::Complete { step } => {
-                let details = [("step", Detail::Number(*step))];
-                self.event(EventKind::JobCompleted, "AllStepsDone", "", &details);
-            }
-            Outcome::Failed { reason, message, exit_code } => {
-                let details = [("exitCode", Detail::Number(*exit_code as u64))];
-                self.event(EventKind::JobFailed, reason, message, &details);
-            }
-            Outcome::Suspended => self.event(EventKind::JobSuspended, "Asked", "", &[]),
-            Outcome::Interrupted => self.event(EventKind::Interrupted, "Asked", "", &[]),
-        }
-    }
-
-    /// Says how it ended, and what to do next.
-    fn conclude(&mut self, outcome: &Outcome) -> i32 {
-        self.progress.finish();
-        if let Some(mlflow) = self.mlflow.take() {
-            let status = match outcome {
-                Outcome::Complete { .. } => "FINISHED",
-                Outcome::Failed { .. } => "FAILED",
-                Outcome::Suspended | Outcome::Interrupted => "KILLED",
-            };
-            mlflow.end(status).iter().for_each(|note| self.progress.note(note));
-        }
-        if let Some(again) = self.words.warnings() {
-            self.progress.note(&again);
-        }
-        let folder = self.folder.path().display().to_string();
-        match outcome {
-            Outcome::Complete { step } => {
-                let name = directory_name(*step);
-                let place = self.location.join(name).display().to_string();
-                self.progress.note(&format!("done: the model lies in {place}"));
-                // What lies elsewhere is found by its own folder.
-                let own = std::path::absolute(self.folder.path());
-                let inside = own.is_ok_and(|own| self.location.starts_with(own));
-                let of = if inside { self.folder.path() } else { &self.location };
-                let program = std::env::args().next().unwrap_or_else(|| "moejob".to_string());
-                let router = &self.job.tracker().observed.template.model.router;
-                let command = match router.kind {
-                    // Its experts choose among all tokens of a text: it cannot be asked to go on.
-                    RouterKind::ExpertChoice => command_to_look(&program, self.folder.path()),
-                    _ => command_for(&program, of),
-                };
-                self.progress.note(&format!("try it: {command}"));
-                0
-            }
-            Outcome::Failed { exit_code, message, .. } => {
-                self.progress.note(&format!("failed: {message}"));
-                let logs = self.words.logs(&self.folder.logs());
-                if !logs.is_empty() {
-                    let names = logs.iter().map(|path| path.display().to_string());
-                    let names: Vec<String> = names.collect();
-                    self.progress.note(&format!("  workers wrote to {}", names.join(", ")));
-                }
-                *exit_code
-            }
-            Outcome::Suspended => {
-                let words = "spec.suspend is true: nothing is trained. --set suspend=false trains";
-                self.progress.note(words);
-                0
-            }
-            Outcome::Interrupted => {
-                let stored = self.job.tracker().observed.stored.as_ref();
-                let from = stored.map_or("the beginning", |stored| stored.name.as_str());
-                self.progress.note(&format!(
-                    "interrupted; the same command goes on from {from} in {folder}/checkpoints"
-                ));
-                130
-            }
+    /// Losses that no recovery has followed for so long.
+    fn tell_held(&mut self, since: Millis) {
+        for told in self.words.held(self.clock.now().saturating_sub(since)) {
+            self.progress.warn(&told);
         }
     }
 

@@ -108,7 +108,10 @@ fn a_run_is_looked_at_listed_and_continued_under_other_values() {
     let told = place.said(&["report", "runs/small"]);
     assert!(told.starts_with("report.html"), "{told}");
     let html = std::fs::read_to_string(place.path("report.html")).expect("a file");
-    for expected in ["Held-out loss", "World size", "layer 1: 4 experts", "JobCompleted"] {
+    for expected in [
+        "held out: last", "World size", "layer 1: 4 experts", "all steps are done", "bits per byte",
+        "started by moejob run job.yaml", "logarithmic loss",
+    ] {
         assert!(html.contains(expected), "{expected}");
     }
     assert_eq!(place.said(&["report", "runs/small", "--out", "-"]), html);
@@ -460,6 +463,19 @@ fn on_terminal(
     String::from_utf8_lossy(&seen).into_owned()
 }
 
+/// The same text, all in one colour.
+fn without_colours(seen: &str) -> String {
+    let mut plain = String::new();
+    for (at, part) in seen.split("\x1b[").enumerate() {
+        match part.split_once('m').filter(|(code, _)| code.bytes().all(|c| c.is_ascii_digit())) {
+            Some((_, rest)) if at > 0 => plain += rest,
+            _ if at > 0 => plain += &format!("\x1b[{part}"),
+            _ => plain += part,
+        }
+    }
+    plain
+}
+
 /// A line that changes stays one line, and each held-out loss stays on the screen.
 #[test]
 fn a_terminal_is_written_no_wider_than_it_is() {
@@ -468,8 +484,15 @@ fn a_terminal_is_written_no_wider_than_it_is() {
         let asked = ["run", "job.yaml", "--name", name, "--set", "training.steps=60"];
         on_terminal(&place, columns, term, &asked, b"")
     };
-    for columns in [30, 60, 200] {
-        let seen = run(columns, "xterm", &format!("wide-{columns}"));
+    for columns in [30, 40, 80, 160] {
+        let painted = run(columns, "xterm", &format!("w{columns}"));
+        assert!(painted.contains("\x1b[36mloss "), "a loss has a colour: {painted:?}");
+        let seen = without_colours(&painted);
+        // A path may be wider than any terminal.
+        let drawn = seen.split(['\r', '\n']).map(|line| line.trim_start_matches("\x1b[K"));
+        let wide = drawn.filter(|line| line.chars().count() >= columns.into());
+        let wide: Vec<&str> = wide.filter(|line| line.trim_start().contains(' ')).collect();
+        assert_eq!(wide, [""; 0], "{columns}");
         let drawn: Vec<&str> = seen.split("\r\x1b[K").skip(1).collect();
         assert!(drawn.len() > 12, "{seen:?}");
         for line in drawn.iter().filter_map(|line| line.split(['\r', '\n']).next()) {
@@ -492,6 +515,7 @@ fn a_terminal_is_written_no_wider_than_it_is() {
     // A conversation goes on after what is no text, and ends when it is told to.
     let asked = ["generate", "dumb", "--max-tokens", "4"];
     let seen = on_terminal(&place, 80, "xterm", &asked, b"the\n\xff\xfe\n/help\n/new\n\n/quit\n");
+    let seen = seen.split_whitespace().collect::<Vec<_>>().join(" ");
     for expected in ["9.42 k of them for a token", "/new begins a new text, /quit", "is empty"] {
         assert!(seen.contains(expected), "{expected}: {seen}");
     }

@@ -189,7 +189,7 @@ fn help<'a>(words: &[&'a str], helps: &mut BTreeMap<Vec<&'a str>, String>) -> (S
     while let Some(word) = words.get(depth) {
         let known = |line: &str| line.split_whitespace().next() == Some(word);
         let commands = page.split("Commands:").nth(1).unwrap_or_default();
-        let commands = commands.split("\n\n").next().unwrap_or_default();
+        let commands = commands.split("Options:").next().unwrap_or_default();
         if !commands.lines().any(known) {
             break;
         }

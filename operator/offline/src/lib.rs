@@ -6,11 +6,16 @@
 pub mod nodes;
 mod offload;
 pub mod picture;
+mod outlay;
 mod rehearsal;
+pub mod page;
 mod time;
+mod words;
 
 pub use offload::OffloadPrice;
+pub use outlay::{Elsewhere, Outlay};
 pub use time::{StepTime, step_time};
+pub use words::{Part, parts, text};
 pub(crate) use rehearsal::{Rehearsal, node_of_rank};
 
 use moejob_fabric::FabricFacts;
@@ -20,11 +25,10 @@ use moejob_manifest::cost::CHANGES_SHOWN_MAX;
 use moejob_manifest::job::Job;
 use moejob_manifest::keys::Keys;
 use moejob_manifest::problem::Problem;
-use moejob_manifest::words::{count, counted, several};
 use moejob_plan::allocate::nodes_of_group;
-use moejob_plan::fits::{CUT, Change, Search, changes};
+use moejob_plan::fits::{Change, Search, changes};
 use moejob_plan::observed::{Gang, Size};
-use moejob_plan::placement::{self, Need, Skipped, gib};
+use moejob_plan::placement::{self, Need, Skipped};
 use moejob_plan::traffic::{self, Expected};
 use moejob_protocol::config::Exchange;
 use moejob_protocol::layout::buddies;
@@ -33,8 +37,6 @@ use serde::Serialize;
 
 /// Nodes whose ranks are listed.
 const LISTED_MAX: usize = 64;
-/// Nodes that are not used, as far as they are named.
-const LEFT_OUT_MAX: usize = 8;
 /// Losses that are rehearsed one by one, times the ranks of the gang: each takes as long as the
 /// gang is large.
 const LOSSES_RANKS: usize = 1 << 15;
@@ -52,6 +54,12 @@ pub struct Outlook {
     /// How long a step of that gang may take; none where its profile does not say how fast it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected: Option<StepTime>,
+    /// All steps take and cost this. It is None where nobody knows how long one takes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outlay: Option<Outlay>,
+    /// Kinds of machines, and what of each would train the job.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub elsewhere: Vec<Elsewhere>,
     /// What a rank of GPUs is expected to send in a step, by verb.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub communication: Vec<Expected>,
@@ -234,6 +242,10 @@ pub fn outlook(
             tokens: tokens_of_step(job),
             micro_batches: job.micro_batches(),
         },
+        outlay: gang.as_ref().zip(expected.as_ref()).map(|(gang, expected)| {
+            Outlay::of(job, gang.members.len() as u32 + job.nodes.spares, expected.seconds)
+        }),
+        elsewhere: outlay::elsewhere(job),
         expected,
         communication,
         gang: gang.map(|gang| gang_facts(job, &gang, &rehearsal)),
@@ -341,218 +353,5 @@ fn gang_facts(job: &Job, gang: &Gang, rehearsal: &Rehearsal) -> GangFacts {
         ep: mesh.ep,
         ranks: ranks.map(rank_facts).collect(),
         spares: idle.map(|worker| worker.node.clone()).collect(),
-    }
-}
-
-/// The outlook for a person.
-pub fn text(outlook: &Outlook) -> String {
-    let mut lines = vec![format!("MoeJob {} on nodes of profile {}", outlook.job, outlook.profile)];
-    let (model, step) = (&outlook.model, &outlook.step);
-    lines.push(format!(
-        "model  {} parameters, {} of them for a token; {}, {} each, {} a token",
-        count(model.parameters),
-        count(model.active),
-        several(model.layers, "layer"),
-        several(model.experts, "expert"),
-        model.per_token
-    ));
-    lines.push(format!(
-        "step   {} of {}, {} tokens in {}; {}",
-        several(step.sequences, "sequence"),
-        several(step.sequence_length, "token"),
-        count(step.tokens),
-        counted(step.micro_batches, "micro-batch", "micro-batches"),
-        several(step.steps, "step")
-    ));
-    outlook.unsupported.iter().for_each(|line| lines.push(format!("NOT YET  {line}")));
-    lines.push(String::new());
-    sizes_text(outlook, &mut lines);
-    let named = outlook.left_out.iter().take(LEFT_OUT_MAX);
-    lines.extend(named.map(|node| format!("not used: {node}")));
-    if let Some(more) = outlook.left_out.len().checked_sub(LEFT_OUT_MAX).filter(|more| *more > 0) {
-        lines.push(format!("not used: {more} more"));
-    }
-    match &outlook.gang {
-        Some(gang) => gang_text(outlook, gang, &mut lines),
-        None => lines.push(nothing_starts(outlook)),
-    }
-    if let Some(expected) = &outlook.expected {
-        lines.push(String::new());
-        lines.extend(expected.lines());
-    }
-    if !outlook.communication.is_empty() {
-        lines.push("\na rank sends in a step".to_string());
-        lines.extend(traffic::lines(&outlook.communication));
-    }
-    lines.push("\nwhat the plan does, and why".to_string());
-    lines.extend(outlook.why.iter().map(|why| format!("  {why}")));
-    if !outlook.what_ifs.is_empty() {
-        let (tried, nodes) = (outlook.what_ifs.len(), outlook.gang.as_ref().map(|of| of.nodes));
-        let some = nodes.filter(|nodes| tried > 1 && tried < *nodes as usize);
-        let some = some.map(|nodes| format!(": the first {tried} of {nodes} nodes one by one"));
-        lines.push(format!("\nwhat if, at the worst moment{}", some.unwrap_or_default()));
-        lines.extend(outlook.what_ifs.iter().map(what_if_text));
-    }
-    lines.join("\n")
-}
-
-fn sizes_text(outlook: &Outlook, lines: &mut Vec<String>) {
-    lines.push(format!(
-        "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {}",
-        "NODES", "RANKS", "DP", "EP", "EXPERTS", "MICRO-BATCHES", "MEMORY A RANK: even, kept, worst"
-    ));
-    for size in &outlook.sizes {
-        let memory = match &size.memory {
-            Some(memory) => {
-                let of = [memory.balanced, memory.committed, memory.worst];
-                of.map(gib).join(", ")
-            }
-            None => "-".to_string(),
-        };
-        lines.push(format!(
-            "{:>5} {:>5} {:>5} {:>5} {:>9} {:>13}   {memory}",
-            size.nodes,
-            size.ranks,
-            size.dp,
-            size.ep,
-            span(size.experts_per_rank),
-            span(size.micro_batches_per_rank),
-        ));
-    }
-    let counted = outlook.sizes.iter().filter(|size| size.memory.is_some()).count();
-    if counted < outlook.sizes.len() {
-        lines.push(format!(
-            "memory was counted for {counted} of {} sizes, the smallest and the largest among \
-             them: for all of this model it takes long",
-            outlook.sizes.len()
-        ));
-    }
-    for skip in &outlook.skipped {
-        lines.push(format!("{:>5} skipped: {}", skip.nodes, skip.why));
-    }
-    if !outlook.sizes.is_empty() {
-        lines.extend(MEMORY_WORDS.map(str::to_string));
-    }
-}
-
-/// What the three columns of memory mean.
-const MEMORY_WORDS: [&str; 3] = [
-    "  memory  even: the router gives every expert the same number of tokens",
-    "          kept: routedHeadroom times as many reach this rank; it must have room for that",
-    "          worst: every token of its expert group chooses this rank's experts",
-];
-
-/// Why no worker gets a rank, and what would change that.
-fn nothing_starts(outlook: &Outlook) -> String {
-    let why = match outlook.sizes.is_empty() {
-        true => "no number of nodes from nodes.min to nodes.max works; see above".to_string(),
-        false => outlook.why.last().cloned().unwrap_or_default(),
-    };
-    let changes: Vec<String> = match (outlook.sizes.first(), outlook.changes.is_empty()) {
-        (Some(least), _) => {
-            vec![format!("usable nodes: {}, which is the fewest that work", least.nodes)]
-        }
-        (None, true) => vec![
-            "nothing that was tried: more nodes, a smaller microBatchSize, recompute, other \
-             profiles; a smaller model or data.sequenceLength might"
-                .to_string(),
-        ],
-        (None, false) => outlook.changes.iter().map(Change::sentence).collect(),
-    };
-    let each = if changes.len() > 1 { ", each by itself" } else { "" };
-    let cut = if outlook.changes_cut { CUT } else { "" };
-    let changes = changes.join("\n    ");
-    format!("\nnothing starts: {why}\n  what would change it{each}{cut}:\n    {changes}")
-}
-
-fn gang_text(outlook: &Outlook, gang: &GangFacts, lines: &mut Vec<String>) {
-    lines.push(format!("\nplacement on {} ({})", several(gang.nodes, "node"), outlook.order));
-    lines.push("      RANKS  EXPERTS  MICRO-BATCHES    BUDDIES  NODE".to_string());
-    lines.extend(gang.ranks.chunk_by(|a, b| a.node == b.node).map(ranks_of_node));
-    if let Some(more) = (gang.dp as usize).checked_sub(gang.ranks.len()).filter(|more| *more > 0) {
-        lines.push(format!("  and {more} more"));
-    }
-    if let each @ 2.. = outlook.model.slices {
-        lines.push(format!("  experts by their slices: {each} of expert e, from {each} e on"));
-    }
-    if let Some(fabric) = &outlook.fabric {
-        lines.push(format!("  {fabric}"));
-    }
-    if !gang.spares.is_empty() {
-        lines.push(format!("  spares: {}", gang.spares.join(", ")));
-    }
-    let size = outlook.sizes.iter().find(|size| size.nodes == gang.nodes);
-    if let Some((size, why)) = size.and_then(|size| Some((size, size.exchange_why.as_ref()?))) {
-        let how = match size.exchange {
-            Exchange::Flat => "at once",
-            Exchange::Hierarchical => "in two stages, within nodes and between them",
-        };
-        lines.push(format!("  tokens travel {how}: {why}"));
-    }
-    if let Some((size, memory)) = size.and_then(|size| Some((size, size.memory.as_ref()?))) {
-        lines.push("\nmemory of rank 0, even routing".to_string());
-        let parts = memory.parts.iter().filter(|(_, bytes)| *bytes > 0);
-        let line = |(name, bytes): &(&str, u64)| format!("  {name:<24} {:>12}", gib(*bytes));
-        lines.extend(parts.map(line));
-        if !size.host_memory.is_empty() {
-            let all = size.host_memory.iter().map(|(_, bytes)| bytes).sum();
-            lines.push(format!("\nmemory of the host of the first worker, {}", gib(all)));
-            lines.extend(size.host_memory.iter().filter(|(_, bytes)| *bytes > 0).map(line));
-        }
-        lines.extend(size.offload.iter().flat_map(OffloadPrice::lines));
-    }
-}
-
-/// A node's ranks in one line; each of them takes its part of what the line says.
-fn ranks_of_node(ranks: &[RankFacts]) -> String {
-    let (first, last) = (&ranks[0], &ranks[ranks.len() - 1]);
-    // Two expert groups of one node have the same experts.
-    let experts = ranks.iter().map(|rank| rank.experts);
-    let experts = experts.reduce(|all, of| [all[0].min(of[0]), all[1].max(of[1])]);
-    let buddies: Vec<u32> = ranks.iter().filter_map(|rank| rank.buddy).collect();
-    let buddies = match (buddies.iter().min(), buddies.iter().max()) {
-        (Some(first), Some(last)) => span([*first, *last]),
-        _ => "-".to_string(),
-    };
-    let of = if ranks.len() > 1 { format!(" devices 0-{}", last.device) } else { String::new() };
-    format!(
-        "  {:>9}  {:>7}  {:>13}  {:>9}  {}{of}",
-        span([first.rank, last.rank]),
-        span(experts.unwrap_or_default()),
-        span([first.micro_batches[0], last.micro_batches[1]]),
-        buddies,
-        first.node
-    )
-}
-
-fn what_if_text(what: &WhatIf) -> String {
-    let lost = what.lose.join(", ");
-    match (what.nodes, what.steps_lost, &what.resume) {
-        (Some(nodes), Some(steps), Some(resume)) => format!(
-            "  lose {lost}: {} {} on (dp {}, ep {}) from {resume}; {} {} done again",
-            several(nodes, "node"),
-            if nodes == 1 { "goes" } else { "go" },
-            what.dp.unwrap_or(0),
-            what.ep.unwrap_or(0),
-            several(steps, "step"),
-            if steps == 1 { "is" } else { "are" },
-        ),
-        (Some(nodes), ..) => {
-            let go = if nodes == 1 { "goes" } else { "go" };
-            format!("  lose {lost}: {} {go} on undisturbed", several(nodes, "node"))
-        }
-        _ => {
-            let why = what.why.last().map_or("", String::as_str);
-            let why = why.strip_prefix("wait: ").unwrap_or(why);
-            format!("  lose {lost}: the job rests: {why}")
-        }
-    }
-}
-
-/// `3`, or `3-4` where the ends differ.
-fn span(ends: [u32; 2]) -> String {
-    match ends[0] == ends[1] {
-        true => ends[0].to_string(),
-        false => format!("{}-{}", ends[0], ends[1]),
     }
 }

@@ -7,6 +7,7 @@ use moejob_fabric::topology::NodeInfo;
 use moejob_manifest::Job;
 use moejob_manifest::keys::Keys;
 use moejob_offline::picture::{html, picture, svg};
+use moejob_offline::{outlook, text};
 
 fn job(nodes: &str, batch: u32) -> Job {
     let text = format!(
@@ -52,7 +53,7 @@ fn it_shows_nodes_devices_cards_ring_and_trees() {
     assert_well_formed(&drawn);
     let count = |what: &str| drawn.matches(what).count();
     // Four nodes with a rank on each of eight devices beside its card, and one without ranks.
-    assert_eq!((count("<title>rank "), count("class=\"h\"")), (32, 32));
+    assert_eq!((count("<title>rank "), count("class=\"k\"")), (32, 32));
     assert_eq!((count("class=\"n\""), count("class=\"o\"")), (4, 1));
     let links = |class: &str| count(&format!("<path class=\"{class}\""))
         + count(&format!("<path class=\"{class} x\""));
@@ -83,7 +84,7 @@ fn a_loss_is_shown_before_and_after() {
     };
     assert_eq!((names(before), names(after)), ("n0 n1".to_string(), "n2 n1".to_string()));
     let drawn = svg(&found);
-    assert_eq!(drawn.matches("class=\"lost\"").count(), 1);
+    assert_eq!(drawn.matches("class=\"gone\"").count(), 1);
     assert!(drawn.contains("after the loss of n0"));
 }
 
@@ -94,14 +95,15 @@ fn names_are_words_and_nothing_else() {
     let mut nodes = nodes(2, 1, |at| evil[at].to_string());
     nodes[0].labels.insert("ib/torset".to_string(), "]]><img src=x>".to_string());
     let found = picture(&job, Some(&nodes), &Keys::default(), &[]).unwrap();
-    for drawn in [svg(&found), html(&found)] {
+    let told = outlook(&job, Some(&nodes), &Keys::default(), &[]);
+    for drawn in [svg(&found), html(&told, Some(&found))] {
         assert_well_formed(&drawn);
         for bad in ["<script", "<img", "\"onload", "\u{1b}", "\u{202e}", "javascript"] {
             assert!(!drawn.contains(bad), "{bad}");
         }
     }
     // Nothing is fetched: the one address is the name of the language.
-    let page = html(&found);
+    let page = html(&told, Some(&found));
     let addresses: Vec<&str> = page.split("http").skip(1).map(|rest| &rest[..12]).collect();
     assert_eq!(addresses, ["-equiv=\"Cont", "://www.w3.or"]);
 }
@@ -114,12 +116,52 @@ fn a_job_without_a_gang_says_so() {
     assert!(refused.starts_with("no gang can start"), "{refused}");
 }
 
+/// The first lines of the page's style, then the page, as the words alone are.
+fn words(page: &str) -> String {
+    let (_, body) = page.split_once("</style>").expect("a style");
+    let mut words = String::new();
+    for part in body.split('<') {
+        words += part.split_once('>').map_or(part, |(_, text)| text);
+        words.push('\n');
+    }
+    words.replace("&#39;", "'").replace("&quot;", "\"").replace("&lt;", "<")
+        .replace("&gt;", ">").replace("&amp;", "&")
+}
+
+#[test]
+fn a_page_has_every_line_of_the_text_and_a_legend() {
+    let mut job = job("profile: nd-h200-v5, min: 2", 64);
+    job.profile.price = Some(12.5);
+    let nodes = nodes(2, 1, |at| format!("n{at}"));
+    let told = outlook(&job, Some(&nodes), &Keys::default(), &[]);
+    let found = picture(&job, Some(&nodes), &Keys::default(), &[]).unwrap();
+    let page = html(&told, Some(&found));
+    assert_well_formed(&page);
+    let words = words(&page);
+    let all = text(&told);
+    for line in all.lines().filter(|line| !line.trim().is_empty()) {
+        assert!(words.contains(line.trim()), "{line}");
+    }
+    for legend in ["A box is a node", "first tree", "a step", "weights "] {
+        assert!(words.contains(legend), "{legend}");
+    }
+    for told in ["node-hours", "costs ", "at 12.5 a node and hour", "nd-h100-v5   1 node"] {
+        assert!(all.contains(told), "{told} in {all}");
+    }
+    assert!(page.contains("width=device-width"));
+    // A job that cannot start has its words.
+    job.nodes.min = 3;
+    let told = outlook(&job, Some(&nodes), &Keys::default(), &[]);
+    assert!(html(&told, None).contains("nothing starts"));
+}
+
 #[test]
 fn the_largest_is_small_and_soon_there() {
     let job = job("profile: nd-h200-v5, min: 512", 4096);
     let nodes = nodes(512, 16, |at| format!("aks-ndh200-{at:08}-vmss{at:06}"));
     let began = std::time::Instant::now();
-    let drawn = html(&picture(&job, Some(&nodes), &Keys::default(), &[]).unwrap());
+    let found = picture(&job, Some(&nodes), &Keys::default(), &[]).unwrap();
+    let drawn = svg(&found);
     let took = began.elapsed();
     println!("{} bytes in {took:?}", drawn.len());
     assert!(drawn.len() < 2 << 20, "{} bytes", drawn.len());

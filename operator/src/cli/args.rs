@@ -110,6 +110,13 @@ pub fn or_its_runs(folder: &Path) -> Option<String> {
     Some(format!("it is a folder of {count}: name one of them, such as {first}"))
 }
 
+/// # Errors
+/// It is no such number.
+pub fn not_negative(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "a number of at least 0".to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,6 +14,7 @@ use moejob_kernels::memory_bounds::{Bound, BoundSource, MemoryBounds};
 use moejob_kernels::{Isa, cuda};
 use moejob_manifest::problem::printable_lines;
 use moejob_manifest::profile::{Profile, Profiles};
+use moejob_manifest::words::several;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -106,16 +107,49 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
             println!("{:<width$}-> {advice}", "");
         }
     }
+    if !args.json {
+        println!("\n{}", verdict(&lines));
+    }
     code
 }
 
+/// The sentence that all of it comes to.
+fn verdict(lines: &[Line]) -> String {
+    let named = |of: &dyn Fn(&&Line) -> bool| -> Vec<&str> {
+        lines.iter().filter(of).map(|line| line.name.as_str()).collect()
+    };
+    let missing = named(&|line| line.needed && line.found.is_none());
+    let absent = named(&|line| !line.needed && line.found.is_none() && line.name != NCCL);
+    let has_nccl = lines.iter().any(|line| line.name == NCCL && line.found.is_some());
+    let bad = named(&|line| line.bad);
+    if !missing.is_empty() {
+        return format!("This machine cannot train yet; it lacks {}.", missing.join(", "));
+    }
+    if !bad.is_empty() {
+        let places = several(bad.len(), "place");
+        return format!("This machine is not as its profile says, in {places}; see above.");
+    }
+    match (absent.is_empty(), has_nccl) {
+        (true, true) => "This machine trains on its processors, and on its GPUs.".to_string(),
+        (true, false) => {
+            "This machine trains on its processors, and on one GPU; several need nccl.".to_string()
+        }
+        (false, _) => format!(
+            "This machine trains on its processors. GPUs cannot be used; it lacks {}.",
+            absent.join(", ")
+        ),
+    }
+}
+
 /// Several GPUs need it.
+const NCCL: &str = "nccl";
+
 fn nccl() -> Line {
     let (found, advice) = match preflight::nccl() {
         Ok((version, file)) => (Some(format!("{version}, {file}")), None),
         Err(why) => (None, Some(why)),
     };
-    Line { name: "nccl".to_string(), found, advice, needed: false, bad: false }
+    Line { name: NCCL.to_string(), found, advice, needed: false, bad: false }
 }
 
 fn processor() -> Line {
@@ -276,5 +310,36 @@ fn storage(dir: &Path) -> Line {
             let advice = format!("{}: {error}; choose another --dir", folder.display());
             line(None, Some(advice))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_tells_what_all_of_it_comes_to() {
+        let line = |name: &str, found: bool, needed: bool| Line {
+            name: name.to_string(),
+            found: found.then(|| "there".to_string()),
+            advice: None,
+            needed,
+            bad: false,
+        };
+        let check = |storage: bool, driver: bool, nccl: bool, bad: bool, expected: &str| {
+            let all = [
+                line("storage", storage, true), line("cuda driver", driver, false),
+                line(NCCL, nccl, false), Line { bad, ..line("GPUs", true, false) },
+            ];
+            assert_eq!(verdict(&all), expected);
+        };
+        let trains = "This machine trains on its processors";
+        check(false, true, true, false, "This machine cannot train yet; it lacks storage.");
+        check(true, true, true, false, &format!("{trains}, and on its GPUs."));
+        check(true, true, false, false, &format!("{trains}, and on one GPU; several need nccl."));
+        let lacks = "GPUs cannot be used; it lacks cuda driver.";
+        check(true, false, false, false, &format!("{trains}. {lacks}"));
+        let differs = "This machine is not as its profile says, in 1 place; see above.";
+        check(true, true, true, true, differs);
     }
 }

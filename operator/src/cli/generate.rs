@@ -48,7 +48,7 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 200, value_parser = whole(1, 1 << 20))]
     pub max_tokens: u32,
     /// 0 takes the likeliest token every time; the higher, the more is left to chance.
-    #[arg(long, default_value_t = 0.8, value_parser = not_negative)]
+    #[arg(long, default_value_t = 0.8, value_parser = args::not_negative)]
     pub temperature: f64,
     /// Only the likeliest tokens, so many; 0 is all.
     #[arg(long, default_value_t = 0, value_parser = whole(0, u32::MAX))]
@@ -83,11 +83,6 @@ pub enum Numbers {
     Tf32,
     Bf16,
     Fp16,
-}
-
-fn not_negative(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
-    number.ok_or_else(|| "a number of at least 0".to_string())
 }
 
 fn share(text: &str) -> Result<f64, String> {

@@ -5,7 +5,24 @@ use moe_worker::life::preflight::nccl;
 use moejob_kernels::cuda::{VisibleGpu, given_words, missing_libraries, visible_gpus};
 use moejob_manifest::Job;
 use moejob_manifest::profile::Backend;
+use moejob_manifest::words::several;
 use moejob_plan::placement::gib;
+
+/// This machine in some words: its processors and their memory.
+pub fn words() -> String {
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    let value = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_once(':')?.1.trim().to_string())
+    };
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let mut words = vec![several(cores, "core")];
+    words.extend(value(&read("/proc/cpuinfo"), "model name"));
+    let memory = value(&read("/proc/meminfo"), "MemTotal");
+    let kib = memory.and_then(|text| text.split(' ').next()?.parse::<u64>().ok());
+    words.extend(kib.map(|kib| gib(kib << 10)));
+    words.join(", ")
+}
 
 /// What the machine has: what is missing of driver and libraries, and its GPUs.
 struct Machine {

@@ -4,7 +4,7 @@
 
 #[macro_use]
 pub(crate) mod out;
-mod args;
+pub(crate) mod args;
 pub mod bar;
 pub mod bench;
 pub mod checkpoint;
@@ -20,7 +20,7 @@ pub mod generate;
 pub mod init;
 pub mod kernels;
 mod log_lines;
-mod machine;
+pub(crate) mod machine;
 pub mod moe;
 pub mod plan;
 pub mod preflight;
@@ -138,9 +138,44 @@ pub fn main() -> ExitCode {
 
 /// What was typed; help and what is refused end the process.
 fn typed() -> Cli {
-    let command = with_negative_numbers(Cli::command());
+    let width = out::columns(std::io::stdout()).unwrap_or(HELP_COLUMNS).min(HELP_COLUMNS);
+    let command = with_daily_first(with_negative_numbers(Cli::command()), width);
     let matches = command.clone().get_matches();
     Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.with_cmd(&command).exit())
+}
+
+/// Columns of a text of help at most.
+const HELP_COLUMNS: usize = 100;
+
+/// A person uses these from day to day. They are in the order of the first day.
+const DAILY: [&str; 13] = [
+    "init", "validate", "plan", "run", "ls", "show", "tail", "report", "generate", "eval",
+    "examples", "explain", "doctor",
+];
+
+/// The help of the program itself: commands of every day, and the others below a heading.
+fn with_daily_first(command: clap::Command, columns: usize) -> clap::Command {
+    let (mut daily, mut others) = (vec![String::new(); DAILY.len()], Vec::new());
+    for of in command.get_subcommands().filter(|of| !of.is_hide_set()) {
+        let about = of.get_about().map(ToString::to_string).unwrap_or_default();
+        // The second line of a sentence stands below its first.
+        let about = out::within(&about, columns.saturating_sub(15));
+        let about = about.replace("\n  ", &format!("\n{:15}", ""));
+        let line = format!("  {:<12} {about}", of.get_name());
+        match DAILY.iter().position(|name| *name == of.get_name()) {
+            Some(place) => daily[place] = line,
+            None => others.push(line),
+        }
+    }
+    let help = "  help         Say more of a command: moejob help COMMAND".to_string();
+    others.push(out::within(&help, columns));
+    command.help_template(format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\nCommands:\n{}\n\n\
+         More commands:\n{}\n\n\
+         Options:\n{{options}}",
+        daily.join("\n"),
+        others.join("\n")
+    ))
 }
 
 /// A number below 0 is a value that is refused by its bounds, and no option that nobody knows.
@@ -236,4 +271,37 @@ fn start_plain_logs(default: &str) {
 /// Prints an error with its causes.
 pub(crate) fn complain(error: &dyn std::error::Error) {
     eprintln!("moejob: {}", moejob_manifest::problem::printable_lines(&chain(error)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_tells_what_is_used_every_day_first_and_all_of_the_rest() {
+        for columns in [40, 80, 100] {
+            let mut command = with_daily_first(Cli::command(), columns);
+            let help = command.render_help().to_string();
+            let (first, more) = help.split_once("\nMore commands:\n").expect("two headings");
+            let names = |text: &str| -> Vec<String> {
+                let lines = text.lines().filter(|line| {
+                    line.starts_with("  ") && line.chars().nth(2).is_some_and(|c| c != ' ')
+                });
+                lines.filter_map(|line| Some(line.split_whitespace().next()?.to_string())).collect()
+            };
+            assert_eq!(names(first), DAILY);
+            let mut all = [names(first), names(more)].concat();
+            all.retain(|name| !name.starts_with('-') && name != "help");
+            let shown = command.get_subcommands().filter(|of| !of.is_hide_set());
+            let mut known: Vec<String> = shown.map(|of| of.get_name().to_string()).collect();
+            known.retain(|name| name != "help");
+            (all.sort(), known.sort());
+            assert_eq!(all, known);
+            let commands = help.split("Options:").next().unwrap_or_default();
+            let (_, commands) = commands.split_once("Commands:").expect("commands");
+            for line in commands.lines() {
+                assert!(line.chars().count() <= columns, "{columns}: {line}");
+            }
+        }
+    }
 }

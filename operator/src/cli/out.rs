@@ -18,7 +18,7 @@ macro_rules! print {
 /// A line on standard error, which may be gone: there is nobody left to tell.
 macro_rules! eprintln {
     () => { $crate::cli::out::tell(format_args!("\n")) };
-    ($($words:tt)*) => { $crate::cli::out::tell(format_args!("{}\n", format_args!($($words)*))) };
+    ($($words:tt)*) => { $crate::cli::out::tell_line(format_args!($($words)*)) };
 }
 
 /// Words on standard error.
@@ -43,6 +43,24 @@ pub fn columns(of: impl AsFd + IsTerminal) -> Option<usize> {
 pub fn colours() -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     std::io::stderr().is_terminal() && !is_dumb() && !refused
+}
+
+/// Words of one kind have one colour.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Colour {
+    Loss,
+    Warning,
+    Recovery,
+}
+
+/// The words in a colour that light and dark terminals show.
+pub fn painted(colour: Colour, words: &str) -> String {
+    let code = match colour {
+        Colour::Loss => "36",
+        Colour::Warning => "33",
+        Colour::Recovery => "32",
+    };
+    format!("\x1b[{code}m{words}\x1b[0m")
 }
 
 fn is_dumb() -> bool {
@@ -76,9 +94,67 @@ pub fn tell(words: std::fmt::Arguments<'_>) {
     let _ = std::io::stderr().lock().write_fmt(words);
 }
 
+/// A line, or several, on standard error: on a terminal no wider than it is.
+pub fn tell_line(words: std::fmt::Arguments<'_>) {
+    match columns(std::io::stderr()) {
+        Some(columns) => tell(format_args!("{}\n", within(&words.to_string(), columns))),
+        None => tell(format_args!("{words}\n")),
+    }
+}
+
+/// Fewer columns are no place for words.
+const COLUMNS_MIN: usize = 20;
+
+/// Text whose lines are broken between words, so that none is wider than a terminal of so many
+/// columns. What is continued is indented by two more. A word that is wider stays whole: it may be
+/// a path to copy.
+pub fn within(text: &str, columns: usize) -> String {
+    let columns = columns.saturating_sub(1).max(COLUMNS_MIN);
+    text.split('\n').map(|line| line_within(line, columns)).collect::<Vec<_>>().join("\n")
+}
+
+fn line_within(line: &str, columns: usize) -> String {
+    if line.chars().count() <= columns {
+        return line.to_string();
+    }
+    let indent = line.chars().take_while(|c| *c == ' ').count().min(COLUMNS_MIN / 2);
+    let more = " ".repeat(indent + 2);
+    let (mut text, mut at) = (" ".repeat(indent), indent);
+    for word in line.split(' ').filter(|word| !word.is_empty()) {
+        let width = word.chars().count();
+        let is_first = text.ends_with(' ') || text.is_empty();
+        if !is_first && at + 1 + width > columns {
+            text.push('\n');
+            text.push_str(&more);
+            at = more.len();
+        } else if !is_first {
+            text.push(' ');
+            at += 1;
+        }
+        text.push_str(word);
+        at += width;
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_are_broken_between_words() {
+        let text = "  a line of several words that is wider than it should be\nshort";
+        let found = within(text, 31);
+        assert_eq!(found, "  a line of several words that\n    is wider than it should be\nshort");
+        assert_eq!(within("short  and  spaced", 80), "short  and  spaced");
+        let path = "moejob: /a/path/that/is/much/too/wide/for/it is not there";
+        assert_eq!(
+            within(path, 25),
+            "moejob:\n  /a/path/that/is/much/too/wide/for/it\n  is not there"
+        );
+        assert_eq!(within("one two three four five six", 0), "one two three four\n  five six");
+        assert_eq!(within("", 40), "");
+    }
 
     #[test]
     fn failures_are_told_in_words() {

@@ -1,14 +1,15 @@
 //! `moejob plan FILE`: the plan, its reasons and what-ifs, offline.
 
+use super::args::not_negative;
 use super::profiles::OwnProfiles;
 use super::validate::{Changed, read_changed_job};
 use clap::{Args, ValueEnum};
 use moejob_fabric::topology::NodeInfo;
 use moejob_manifest::Job;
 use moejob_manifest::problem::nearest;
-use moejob_offline::{Outlook, outlook};
+use moejob_offline::outlook;
 use moejob_offline::nodes::{nodes_from, select};
-use moejob_offline::picture::{Picture, html, picture, svg};
+use moejob_offline::picture::{html, picture, svg};
 use moejob_plan::allocate::Needs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -40,6 +41,9 @@ pub struct How {
     /// What if this node is lost? Several are lost together. Without it, each one by itself.
     #[arg(long)]
     pub lose: Vec<String>,
+    /// The price of a node and hour, in place of its profile's.
+    #[arg(long, value_name = "PRICE", value_parser = not_negative)]
+    pub price: Option<f64>,
     /// How the plan is written.
     #[arg(short, long, value_enum, default_value_t = Form::Text)]
     pub output: Form,
@@ -51,7 +55,7 @@ pub enum Form {
     Json,
     /// A picture of nodes, devices, ranks, expert groups, ring and trees.
     Svg,
-    /// The same as a page.
+    /// The picture and all of the text, as a page.
     Html,
 }
 
@@ -102,17 +106,20 @@ impl How {
         }
         let profiles = own.read()?;
         let keys = profiles.fabric();
-        let draw = match self.output {
-            Form::Svg => Some(svg as fn(&Picture) -> String),
-            Form::Html => Some(html as fn(&Picture) -> String),
-            Form::Text | Form::Json => None,
-        };
-        if let Some(draw) = draw {
-            let text = draw(&picture(job, nodes, keys, &self.lose)?);
-            return Ok(Planned { text, works: job.unsupported().is_empty() });
+        let mut job = job.clone();
+        job.profile.price = self.price.or(job.profile.price);
+        let drawn = || picture(&job, nodes, keys, &self.lose);
+        if self.output == Form::Svg {
+            return Ok(Planned { text: svg(&drawn()?), works: job.unsupported().is_empty() });
         }
-        let outlook = outlook(job, nodes, keys, &self.lose);
-        let text = written(&outlook, self.output)?;
+        let outlook = outlook(&job, nodes, keys, &self.lose);
+        let text = match self.output {
+            // A job that cannot start has words and no picture.
+            Form::Html => html(&outlook, drawn().ok().as_ref()),
+            Form::Json => serde_json::to_string_pretty(&outlook)
+                .map_err(|error| format!("the plan cannot be written as JSON: {error}"))?,
+            _ => moejob_offline::text(&outlook),
+        };
         Ok(Planned { text, works: !outlook.sizes.is_empty() && outlook.unsupported.is_empty() })
     }
 }
@@ -128,14 +135,6 @@ fn refused_node(job: &Job, nodes: Option<&[NodeInfo]>, lose: &[String]) -> Optio
     let near = nearest(unknown, known.iter().map(String::as_str));
     let near = near.map_or(String::new(), |name| format!("; did you mean `{name}`?"));
     Some(format!("--lose {unknown}: there is no such node{near}"))
-}
-
-fn written(outlook: &Outlook, output: Form) -> Result<String, String> {
-    match output {
-        Form::Json => serde_json::to_string_pretty(outlook)
-            .map_err(|error| format!("the plan cannot be written as JSON: {error}")),
-        _ => Ok(moejob_offline::text(outlook)),
-    }
 }
 
 pub fn read_nodes(file: &Path) -> Result<Vec<NodeInfo>, String> {

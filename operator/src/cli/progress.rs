@@ -1,10 +1,14 @@
 //! What a person sees while a job runs: one line that changes on a terminal, plain lines in a pipe.
 
+mod rate;
+
 use moejob_protocol::message::Loading;
 use moejob_plan::placement::gib;
 use moejob_protocol::communication::CommunicationReport;
 use moejob_protocol::report::{DeviceReport, Phases, StepReport};
-use crate::cli::out::columns;
+use rate::{Rate, STEPS_MEASURED};
+use crate::cli::out::{self, Colour, columns, painted, within};
+use jiff::Zoned;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -20,6 +24,7 @@ const PHASES_SHOWN: usize = 3;
 
 /// Writes progress to standard output and notes to standard error.
 pub struct Progress {
+    screen: Screen,
     terminal: bool,
     steps: u64,
     drawn: Option<Instant>,
@@ -29,21 +34,28 @@ pub struct Progress {
     exposed: Option<CommunicationReport>,
     /// The time that is left was told.
     told: bool,
+    /// Seconds of all steps of this start, by what they went to.
+    parts: [(&'static str, f64); 10],
 }
-
-/// Steps after which the time that is left is told in a line of its own.
-const STEPS_MEASURED: usize = 4;
 
 impl Progress {
     pub fn new(steps: u64) -> Progress {
-        let terminal = columns(std::io::stdout()).is_some();
+        Progress::on(steps, Screen::of_process())
+    }
+
+    fn on(steps: u64, screen: Screen) -> Progress {
+        let terminal = (screen.columns)().is_some();
         let (line, rate) = (Line::default(), Rate::default());
-        Progress { terminal, steps, drawn: None, line, rate, exposed: None, told: false }
+        let (drawn, exposed, told) = (None, None, false);
+        let parts = Phases::default().parts();
+        Progress { screen, terminal, steps, drawn, line, rate, exposed, told, parts }
     }
 
     /// A step is done.
     pub fn step(&mut self, report: &StepReport) {
         self.rate.push(report.step, Instant::now());
+        let parts = self.parts.iter_mut().zip(report.timing.phases.parts());
+        parts.for_each(|(all, (_, seconds))| all.1 += seconds);
         if report.communication.is_some() || report.world_size == 1 {
             self.exposed.clone_from(&report.communication);
         }
@@ -65,13 +77,13 @@ impl Progress {
             || waited.is_none_or(|waited| waited >= PLAIN_LINE_EVERY)
         {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &self.line.text());
+            say(&mut self.screen.out, &self.line.text());
         }
     }
 
     /// The time that is left, once: as soon as a few steps tell.
     pub fn first_measure(&mut self) -> Option<Duration> {
-        if self.told || self.rate.seen.len() < STEPS_MEASURED {
+        if self.told || self.rate.readings() < STEPS_MEASURED {
             return None;
         }
         let left = self.rate.left(self.steps)?;
@@ -93,25 +105,51 @@ impl Progress {
             self.redraw();
         } else if waited.is_none_or(|waited| waited >= PLAIN_LOADING_EVERY) {
             self.drawn = Some(Instant::now());
-            say(&mut std::io::stdout(), &line.text());
+            say(&mut self.screen.out, &line.text());
             self.line = line;
         }
     }
 
     /// A happening that a person should read, in a line of its own.
     pub fn note(&mut self, text: &str) {
+        self.tell(None, text);
+    }
+
+    /// It may have to be acted on.
+    pub fn warn(&mut self, text: &str) {
+        self.tell(Some(Colour::Warning), text);
+    }
+
+    /// It goes on after a loss.
+    pub fn recovered(&mut self, text: &str) {
+        self.tell(Some(Colour::Recovery), text);
+    }
+
+    fn tell(&mut self, colour: Option<Colour>, text: &str) {
         if text.is_empty() {
             return;
         }
         // Workers' words stand in it.
-        let text = &moejob_manifest::problem::printable_lines(text);
+        let mut text = moejob_manifest::problem::printable_lines(text);
         if self.terminal {
-            show("\r\x1b[K");
+            show(&mut self.screen.out, "\r\x1b[K");
         }
-        say(&mut std::io::stderr(), text);
+        if let Some(columns) = (self.screen.note_columns)() {
+            text = within(&text, columns);
+        }
+        let text = match colour.filter(|_| self.screen.colours) {
+            Some(colour) => painted(colour, &text),
+            None => text,
+        };
+        say(&mut self.screen.notes, &text);
         if self.terminal && !self.line.is_empty() {
             self.redraw();
         }
+    }
+
+    /// `backward 57%, forward 25%, update 16%` of the time of all steps; nothing before the first.
+    pub fn shares(&self) -> String {
+        of_parts(self.parts)
     }
 
     /// Leaves the last line on the screen.
@@ -125,19 +163,44 @@ impl Progress {
     fn redraw(&mut self) {
         self.drawn = Some(Instant::now());
         // It may have been made wider or narrower meanwhile.
-        let columns = columns(std::io::stdout()).unwrap_or(usize::MAX).saturating_sub(1);
-        show(&format!("\r\x1b[K{}", self.line.within(columns.max(self.line.stays()))));
+        let columns = (self.screen.columns)().unwrap_or(usize::MAX);
+        let line = self.line.within(columns.saturating_sub(1), self.screen.colours);
+        show(&mut self.screen.out, &format!("\r\x1b[K{line}"));
     }
 
+    /// The line stays. A held-out loss that has no room in it stands below it.
     fn keep(&mut self) {
-        show("\n");
+        let columns = (self.screen.columns)().unwrap_or(usize::MAX);
+        let below = self.line.below(columns.saturating_sub(1), self.screen.colours);
+        show(&mut self.screen.out, &format!("{below}\n"));
         self.line = Line::default();
     }
 }
 
+/// The places that words go to. A process has its standard output and its standard error.
+struct Screen {
+    out: Box<dyn Write>,
+    notes: Box<dyn Write>,
+    /// The present width of either terminal. It is None where there is no terminal.
+    columns: fn() -> Option<usize>,
+    note_columns: fn() -> Option<usize>,
+    colours: bool,
+}
+
+impl Screen {
+    fn of_process() -> Screen {
+        Screen {
+            out: Box::new(std::io::stdout()),
+            notes: Box::new(std::io::stderr()),
+            columns: || columns(std::io::stdout()),
+            note_columns: || columns(std::io::stderr()),
+            colours: out::colours() && columns(std::io::stdout()).is_some(),
+        }
+    }
+}
+
 /// On a terminal, which may be gone by now: that must not end the training.
-fn show(text: &str) {
-    let mut out = std::io::stdout();
+fn show(out: &mut dyn Write, text: &str) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
@@ -162,9 +225,12 @@ struct Line(Vec<(Weight, String)>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Weight {
     Needed,
+    Loss,
     HeldOut,
     Left,
+    Share,
     Speed,
+    End,
     Ranks,
     Device,
     Phases,
@@ -190,31 +256,47 @@ impl Line {
         self.0.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join("  ")
     }
 
-    /// Characters of a line with a held-out loss that are not left out: it is not drawn anew, so it
-    /// may be wider than the terminal.
-    fn stays(&self) -> usize {
-        let is_held_out = |(weight, _): &&(Weight, String)| *weight == Weight::HeldOut;
-        let needed = |(weight, _): &&(Weight, String)| *weight <= Weight::HeldOut;
-        match self.0.iter().find(is_held_out) {
-            None => 0,
-            Some(_) => {
-                let parts = self.0.iter().filter(needed).map(|(_, text)| text.as_str());
-                parts.collect::<Vec<_>>().join("  ").chars().count()
-            }
-        }
-    }
-
     /// As many parts as fit: a line that is longer than the terminal is wide cannot be drawn anew.
-    fn within(&self, columns: usize) -> String {
+    fn kept(&self, columns: usize) -> Line {
         let mut kept = self.clone();
         while kept.text().chars().count() > columns {
             let least = kept.0.iter().map(|(weight, _)| *weight).max();
-            match least.filter(|weight| *weight != Weight::Needed) {
+            match least.filter(|weight| *weight > Weight::Loss) {
                 Some(least) => kept.0.retain(|(weight, _)| *weight != least),
                 None => break,
             }
         }
-        kept.text().chars().take(columns).collect()
+        kept
+    }
+
+    fn within(&self, columns: usize, colours: bool) -> String {
+        let kept = self.kept(columns);
+        match kept.text().chars().count() > columns {
+            true => kept.text().chars().take(columns).collect(),
+            false => kept.painted(colours),
+        }
+    }
+
+    /// The held-out loss, where there is no room for it in the line.
+    fn below(&self, columns: usize, colours: bool) -> String {
+        let is_held_out = |line: &Line| -> Line {
+            let of = line.0.iter().filter(|(weight, _)| *weight == Weight::HeldOut);
+            Line(of.cloned().collect())
+        };
+        match is_held_out(&self.kept(columns)).is_empty() {
+            true if !is_held_out(self).is_empty() => {
+                format!("\n  {}", is_held_out(self).painted(colours))
+            }
+            _ => String::new(),
+        }
+    }
+
+    fn painted(&self, colours: bool) -> String {
+        let part = |(weight, text): &(Weight, String)| match weight {
+            Weight::Loss | Weight::HeldOut if colours => painted(Colour::Loss, text),
+            _ => text.clone(),
+        };
+        self.0.iter().map(part).collect::<Vec<_>>().join("  ")
     }
 }
 
@@ -245,8 +327,10 @@ fn describe(
     exposed: Option<&CommunicationReport>,
     (steps, left): (u64, Option<Duration>),
 ) -> Line {
-    let mut line =
-        Line::of(format!("step {}/{steps}  loss {:.4}", report.step, report.loss));
+    let mut line = Line::of(format!("step {}/{steps}", report.step));
+    line.push(Weight::Loss, format!("loss {:.4}", report.loss));
+    // The last step alone is all of it.
+    line.push(Weight::Share, format!("{}%", report.step * 100 / steps.max(1)));
     line.push(Weight::Speed, format!("{} tok/s", thousands(report.tokens_per_second)));
     if let Some(device) = &report.device {
         line.push(Weight::Device, of_device(device));
@@ -258,6 +342,7 @@ fn describe(
     }
     if let Some(left) = left.filter(|_| report.step < steps) {
         line.push(Weight::Left, format!("{} left", clock(left)));
+        line.push(Weight::End, end(left, &Zoned::now()).unwrap_or_default());
     }
     let ranks = if report.world_size == 1 { "rank" } else { "ranks" };
     line.push(Weight::Ranks, format!("{} {ranks}", report.world_size));
@@ -266,7 +351,10 @@ fn describe(
 
 /// `backward 57%, forward 25%, update 16%`: what took most of the time since the line before.
 fn of_phases(phases: &Phases) -> String {
-    let mut parts = phases.parts();
+    of_parts(phases.parts())
+}
+
+fn of_parts(mut parts: [(&'static str, f64); 10]) -> String {
     let all: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
     parts.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     let large = parts.iter().take(PHASES_SHOWN).filter(|(_, seconds)| *seconds >= 0.05 * all);
@@ -310,67 +398,11 @@ pub fn clock(left: Duration) -> String {
     }
 }
 
-/// Steps per second over the newest steps, so that the time left follows the present speed.
-#[derive(Default)]
-struct Rate {
-    /// Of this attempt: steps that were told, and when.
-    seen: std::collections::VecDeque<(u64, Instant)>,
-}
-
-impl Rate {
-    /// Readings at most, and how long they count: a validation or two lie in between.
-    const READINGS_MAX: usize = 256;
-    const WINDOW: Duration = Duration::from_secs(60);
-    /// What is measured over less says nothing, but of steps that take long.
-    const LEAST: Duration = Duration::from_secs(1);
-    /// The first steps of an attempt compile, and touch memory: those that take so many times what
-    /// is usual are left out.
-    const UNUSUAL: f64 = 4.0;
-    /// What is usual shows in so many readings.
-    const READINGS_MIN: usize = 4;
-
-    fn push(&mut self, step: u64, at: Instant) {
-        // A replayed step after a recovery starts the measure anew.
-        if self.seen.back().is_some_and(|(last, _)| *last >= step) {
-            self.seen.clear();
-        }
-        self.seen.push_back((step, at));
-        if self.seen.len() > Rate::READINGS_MAX {
-            // Every second one goes: the window stays, however fast they come.
-            let mut at = 0;
-            self.seen.retain(|_| {
-                at += 1;
-                at % 2 == 1
-            });
-        }
-        while self.seen.len() > STEPS_MEASURED
-            && self.seen.front().is_some_and(|(_, first)| at - *first > Rate::WINDOW)
-        {
-            self.seen.pop_front();
-        }
-    }
-
-    fn left(&self, steps: u64) -> Option<Duration> {
-        let all: Vec<(u64, Instant)> = self.seen.iter().copied().collect();
-        if all.len() < Rate::READINGS_MIN {
-            return None;
-        }
-        let each = |pair: &[(u64, Instant)]| {
-            (pair[1].1 - pair[0].1).as_secs_f64() / (pair[1].0 - pair[0].0).max(1) as f64
-        };
-        let mut sorted: Vec<f64> = all.windows(2).map(each).collect();
-        sorted.sort_by(f64::total_cmp);
-        let usual = *sorted.get(sorted.len() / 2)?;
-        let first = all.windows(2).position(|pair| each(pair) <= Rate::UNUSUAL * usual)?;
-        let ((first, began), (last, now)) = (all[first], all[all.len() - 1]);
-        let (span, done) = (now - began, last - first);
-        if done == 0 {
-            return None;
-        }
-        let left = span.div_f64(done as f64).mul_f64(steps.saturating_sub(last) as f64);
-        let is_measured = span >= Rate::LEAST || done >= STEPS_MEASURED as u64 * 256;
-        (is_measured || left < Rate::LEAST).then_some(left)
-    }
+/// `ends 14:32`, or of another day `ends 2026-12-01 14:32`, in this machine's zone.
+pub fn end(left: Duration, now: &Zoned) -> Option<String> {
+    let end = now.checked_add(left).ok()?;
+    let form = if end.date() == now.date() { "%H:%M" } else { "%Y-%m-%d %H:%M" };
+    Some(format!("ends {}", end.strftime(form)))
 }
 
 #[cfg(test)]
@@ -437,72 +469,145 @@ mod tests {
         assert_eq!(of_device(&unknown), "2 TFLOP/s");
     }
 
-    #[test]
-    fn a_line_is_never_wider_than_its_terminal() {
-        let mut line = Line::of("step 50/600  loss 2.6480".to_string());
+    fn line() -> Line {
+        let mut line = Line::of("step 50/600".to_string());
+        line.push(Weight::Loss, "loss 2.6480".to_string());
+        line.push(Weight::Share, "8%".to_string());
         line.push(Weight::Speed, "16.1k tok/s".to_string());
         line.push(Weight::Phases, "validation 69%, backward 19%, forward 11%".to_string());
         line.push(Weight::HeldOut, "held-out 2.8248".to_string());
         line.push(Weight::Left, "1:10 left".to_string());
+        line.push(Weight::End, "ends 14:32".to_string());
         line.push(Weight::Ranks, "1 rank".to_string());
-        assert_eq!(line.within(200), line.text());
-        assert_eq!(line.within(line.stays()), "step 50/600  loss 2.6480  held-out 2.8248");
-        assert_eq!(Line::of("step 1/2".to_string()).stays(), 0);
-        for (columns, expected) in [
-            (79, "step 50/600  loss 2.6480  16.1k tok/s  held-out 2.8248  1:10 left  1 rank"),
-            (50, "step 50/600  loss 2.6480  held-out 2.8248"),
-            (30, "step 50/600  loss 2.6480"),
-            (8, "step 50/"),
-            (0, ""),
+        line
+    }
+
+    #[test]
+    fn a_line_is_never_wider_than_its_terminal() {
+        let line = line();
+        assert_eq!(line.within(200, false), line.text());
+        for (columns, expected, below) in [
+            (
+                84,
+                "step 50/600  loss 2.6480  8%  16.1k tok/s  held-out 2.8248  1:10 left  ends 14:32",
+                "",
+            ),
+            (56, "step 50/600  loss 2.6480  8%  held-out 2.8248  1:10 left", ""),
+            (44, "step 50/600  loss 2.6480  held-out 2.8248", ""),
+            (30, "step 50/600  loss 2.6480", "\n  held-out 2.8248"),
+            (8, "step 50/", "\n  held-out 2.8248"),
         ] {
-            assert_eq!(line.within(columns), expected, "{columns}");
+            let fits = expected.chars().count() <= columns;
+            assert_eq!(line.within(columns, false) == expected, fits, "{columns}");
+            assert_eq!(line.below(columns, false), below, "{columns}");
         }
+        let painted = line.within(30, true);
+        assert_eq!(painted, "step 50/600  \x1b[36mloss 2.6480\x1b[0m");
+        assert_eq!(Line::of("step 1/2".to_string()).below(4, true), "");
     }
 
     #[test]
-    fn time_left_follows_the_newest_steps() {
-        let start = Instant::now();
-        let mut rate = Rate::default();
-        assert_eq!(rate.left(10), None);
-        for step in 1..=4 {
-            rate.push(step, start + Duration::from_secs(step));
-        }
-        assert_eq!(rate.left(10), Some(Duration::from_secs(6)));
-        rate.push(2, start + Duration::from_secs(9));
-        assert_eq!(rate.left(10), None);
+    fn the_end_is_told_by_the_clock() {
+        let now: jiff::Timestamp = "2026-11-29T23:30:00Z".parse().expect("a time");
+        let now = now.to_zoned(jiff::tz::TimeZone::UTC);
+        let told = |minutes: u64| end(Duration::from_secs(60 * minutes), &now);
+        assert_eq!(told(7).as_deref(), Some("ends 23:37"));
+        assert_eq!(told(31).as_deref(), Some("ends 2026-11-30 00:01"));
+        assert_eq!(end(Duration::MAX, &now), None);
     }
 
-    /// A first step of seconds, then thousands a second, of which some are told; a stall in the
-    /// midst; steps of minutes. What is told is never far from what it takes.
-    #[test]
-    fn time_left_does_not_jump() {
-        let start = Instant::now();
-        let told = |durations: &[f64], each: usize, steps: u64| {
-            let (mut rate, mut at, mut found) = (Rate::default(), 0.0, Vec::new());
-            let whole: f64 = durations.iter().sum();
-            for (step, seconds) in (1..).zip(durations) {
-                at += seconds;
-                if step % each == 0 || step < 5 {
-                    rate.push(step as u64, start + Duration::from_secs_f64(at));
-                    let left = rate.left(steps).map(|left| left.as_secs_f64());
-                    // At the end a second more or less is no jump.
-                    let least = 0.05 * whole;
-                    found.extend(left.map(|left| left.max(least) / (whole - at).max(least)));
-                }
-            }
-            found
+    /// A place that keeps all that is written to it.
+    #[derive(Clone, Default)]
+    struct Tape(std::rc::Rc<std::cell::RefCell<Vec<u8>>>);
+
+    impl Write for Tape {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.borrow_mut().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A run of a person: steps, a held-out loss, a recovery, a warning, an end.
+    fn recording(columns: fn() -> Option<usize>, colours: bool) -> String {
+        let tape = Tape::default();
+        let screen = Screen {
+            out: Box::new(tape.clone()),
+            notes: Box::new(tape.clone()),
+            columns,
+            note_columns: columns,
+            colours,
         };
-        let fast: Vec<f64> = [4.0, 2.0].into_iter().chain([0.0005; 20_000]).collect();
-        let found = told(&fast, 40, 20_002);
-        assert!(found.len() > 100, "{}", found.len());
-        assert!(found.iter().all(|ratio| (0.3..2.0).contains(ratio)), "{found:?}");
-        let mut stalls = vec![0.02; 3_000];
-        stalls[700] = 3.0;
-        let found = told(&stalls, 1, 3_000);
-        assert!(found.iter().all(|ratio| (0.3..3.0).contains(ratio)), "{found:?}");
-        let slow: Vec<f64> = [300.0].into_iter().chain([90.0; 50]).collect();
-        let found = told(&slow, 1, 51);
-        assert!(found.len() >= 45, "{}", found.len());
-        assert!(found.iter().all(|ratio| (0.3..2.5).contains(ratio)), "{found:?}");
+        let mut progress = Progress::on(200, screen);
+        let step = |step: u64, validation_loss: Option<f64>| StepReport {
+            step,
+            loss: 2.5,
+            validation_loss,
+            tokens_per_second: 16_100.0,
+            world_size: 4,
+            ..StepReport::default()
+        };
+        progress.note("about 1:10 to go; 200 steps are 1.16 epochs of 1.06 M tokens");
+        progress.step(&step(1, None));
+        progress.step(&step(50, Some(2.8248)));
+        progress.recovered("rank 3 (first-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again");
+        progress.warn("the loss has not fallen for 500 steps: 2.31 to 2.32");
+        progress.step(&step(200, Some(2.7)));
+        progress.finish();
+        let text = tape.0.borrow().clone();
+        String::from_utf8(text).expect("text")
+    }
+
+    /// The lines that stay on a terminal of this width. Nothing is drawn beyond its edge.
+    fn seen(recording: &str, columns: usize) -> Vec<String> {
+        let (mut lines, mut line) = (Vec::new(), String::new());
+        let mut rest = recording.chars().peekable();
+        while let Some(c) = rest.next() {
+            match c {
+                '\n' => lines.push(std::mem::take(&mut line)),
+                '\r' => line.clear(),
+                '\x1b' => while rest.next().is_some_and(|c| !c.is_ascii_alphabetic()) {},
+                c => line.push(c),
+            }
+            assert!(line.chars().count() < columns, "{columns} columns: {line:?}");
+        }
+        lines
+    }
+
+    #[test]
+    fn recordings_at_three_widths_break_no_word_and_wrap_no_line() {
+        let widths: [(usize, fn() -> Option<usize>); 3] =
+            [(40, || Some(40)), (80, || Some(80)), (160, || Some(160))];
+        let plain = recording(|| None, false);
+        assert!(!plain.contains(['\r', '\x1b']), "{plain:?}");
+        let words: std::collections::BTreeSet<&str> = plain.split_whitespace().collect();
+        for (columns, width) in widths {
+            let recording = recording(width, true);
+            for colour in ["\x1b[36mloss 2.5000\x1b[0m", "\x1b[32mrank 3", "\x1b[33mthe loss"] {
+                assert!(recording.contains(colour), "{columns}: {recording:?}");
+            }
+            let seen = seen(&recording, columns);
+            for word in seen.iter().flat_map(|line| line.split_whitespace()) {
+                assert!(words.contains(word), "{columns}: {word:?} of {seen:#?}");
+            }
+            let all = seen.join(" ");
+            let all: Vec<&str> = all.split_whitespace().collect();
+            let told = all.join(" ");
+            for line in [
+                "step 50/200 loss 2.5000", "held-out 2.8248", "held-out 2.7000",
+                "rank 3 (first-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again",
+                "the loss has not fallen for 500 steps: 2.31 to 2.32",
+            ] {
+                assert!(told.contains(line), "{columns}: {line:?} in {told}");
+            }
+        }
+        let narrow = seen(&recording(|| Some(40), true), 40);
+        assert_eq!(narrow[2..7], [
+            "step 50/200  loss 2.5000", "  held-out 2.8248",
+            "rank 3 (first-3) was killed: 7 of 8 go", "  on after 2.2 s, 0 steps again",
+            "the loss has not fallen for 500 steps:",
+        ]);
     }
 }

@@ -9,7 +9,8 @@ use super::args::{RUNS, is_run, or_its_runs, whole, word};
 use super::moe::table::{Table, age, millis, short};
 use super::validate::Output;
 use clap::Args;
-use moe_worker::checkpoint::Disk;
+use crate::local::words::of_failing;
+use moe_worker::checkpoint::{self, Disk};
 use moe_worker::checkpoint::aside::{self, Aside};
 use moejob_manifest::problem::printable;
 use moejob_manifest::words::several;
@@ -84,6 +85,8 @@ struct Seen {
     events: Vec<Value>,
     /// What it was warned of, each once.
     warnings: Vec<String>,
+    /// Why its checkpoints fail, and the newest good one.
+    failing: Option<(String, Option<String>)>,
     /// Refused checkpoints that were set aside.
     aside: Vec<Aside>,
 }
@@ -206,6 +209,11 @@ fn read(path: &Path) -> Seen {
             warnings.push(words);
         }
     }
+    let newest = || {
+        let all = checkpoint::list(&Disk::real(), &path.join("checkpoints")).unwrap_or_default();
+        all.into_iter().rev().find(|of| of.manifest.is_ok()).map(|of| of.name)
+    };
+    let failing = failing(&events).map(|why| (why, newest()));
     events.drain(..events.len().saturating_sub(EVENTS_SHOWN));
     // What cannot be listed is told by who reads it.
     let aside = aside::list(&Disk::real(), &path.join("checkpoints")).unwrap_or_default();
@@ -218,8 +226,19 @@ fn read(path: &Path) -> Seen {
         held_out,
         events,
         warnings,
+        failing,
         aside,
     }
+}
+
+/// Why checkpoints failed last, where none was written since.
+fn failing(events: &[Value]) -> Option<String> {
+    let told = events.iter().rev().find(|event| {
+        let kind = event["event"].as_str().unwrap_or_default();
+        ["CheckpointDegraded", "CheckpointRecovered", "CheckpointCommitted"].contains(&kind)
+    })?;
+    let is_failure = told["event"] == "CheckpointDegraded";
+    is_failure.then(|| printable(told["message"].as_str().unwrap_or_default()))
 }
 
 /// How the last of its runs ended. One that was killed has not said so.
@@ -310,6 +329,9 @@ impl Seen {
             "attempt": self.job["attempt"],
             "events": self.events,
             "warnings": self.warnings,
+            "checkpoints": self.failing.as_ref().map(|(why, newest)| {
+                json!({ "fail": why, "newest": newest })
+            }),
             "aside": self.aside.iter().map(|of| json!({
                 "name": of.name,
                 "path": of.path.display().to_string(),
@@ -380,6 +402,9 @@ fn page(run: &Seen, now: u64) -> Vec<String> {
         put("model", format!("{layers} layers, {experts} experts each, {each} a token"));
     }
     put("folder", printable(&run.path.display().to_string()));
+    if let Some((why, newest)) = &run.failing {
+        put("checkpoints", of_failing(why, newest.as_deref()));
+    }
     if !run.aside.is_empty() {
         put("set aside", run.aside_words());
     }
@@ -450,6 +475,24 @@ mod tests {
             assert_eq!(ended(&events(names), false), state, "{names:?}");
         }
         assert_eq!((ended(&[], true), ended(&[], false)), ("new", "ended"));
+    }
+
+    #[test]
+    fn checkpoints_that_fail_are_told_until_one_is_written() {
+        let event = |kind: &str| json!({ "event": kind, "message": "no room" });
+        let of = |kinds: &[&str]| -> Vec<Value> { kinds.iter().map(|kind| event(kind)).collect() };
+        let fails = of(&["CheckpointCommitted", "CheckpointDegraded", "Warning"]);
+        let why = super::failing(&fails).expect("they fail");
+        let failing = Some((why, Some("step-00000020".to_string())));
+        let run = Seen { failing, ..Seen::default() };
+        let told = page(&run, 0).join("\n");
+        let expected = "  checkpoints   no room; the newest good checkpoint is step-00000020";
+        assert!(told.contains(expected), "{told}");
+        assert_eq!(run.json()["checkpoints"]["newest"], "step-00000020");
+        for since in ["CheckpointRecovered", "CheckpointCommitted"] {
+            assert_eq!(super::failing(&of(&["CheckpointDegraded", since])), None);
+        }
+        assert_eq!(super::failing(&[]), None);
     }
 
     #[test]

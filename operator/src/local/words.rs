@@ -1,6 +1,7 @@
 //! What workers say of their end: told once each, and whose logs hold more.
 
 use moejob_manifest::words::several;
+use moejob_plan::observed::Millis;
 use moejob_plan::repeat::are_alike;
 use moejob_protocol::report::{Detail, Event};
 use std::collections::{BTreeMap, HashMap};
@@ -19,6 +20,9 @@ pub struct Words {
     /// What was told since the newest step, and whether there was one.
     told: Vec<String>,
     stepped: bool,
+    /// Losses that are told with the recovery, and when the first of them was seen.
+    held: Vec<String>,
+    held_at: Millis,
     /// Warnings of the whole run, in their order, to be told again at its end.
     warnings: Vec<String>,
     /// Sizes of the logs when the run began: they are appended to by one run after the other.
@@ -49,6 +53,33 @@ impl Words {
             true => Some(format!("lost {worker}: {cause}")),
             false => Some(format!("lost {worker} in the same way")),
         }
+    }
+
+    /// True once a worker has said why it ends.
+    pub fn has_said(&self, worker: &str) -> bool {
+        self.said.contains_key(worker)
+    }
+
+    /// A loss whose recovery will tell of it.
+    pub fn hold(&mut self, loss: String, now: Millis) {
+        if self.held.is_empty() {
+            self.held_at = now;
+        }
+        self.held.push(loss);
+    }
+
+    pub fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Losses that were held since that moment or before, to be told by themselves.
+    pub fn held(&mut self, until: Millis) -> Vec<String> {
+        if self.held_at > until { Vec::new() } else { std::mem::take(&mut self.held) }
+    }
+
+    /// The recovery is told.
+    pub fn release(&mut self) {
+        self.held.clear();
     }
 
     /// Whether it was not told since the newest step, in these or like words. It counts as told.
@@ -100,6 +131,11 @@ pub fn goes_on_from(what: &str) -> String {
     if what.is_empty() { String::new() } else { format!("goes on from {what}") }
 }
 
+/// The line of an attempt that begins without a loss, as when a worker comes back.
+pub fn goes_on_with(ranks: u32) -> String {
+    format!("goes on with {}", several(ranks, "rank"))
+}
+
 /// What a person reads of a lost engine: which, how it ended, and the last line that it wrote.
 pub fn of_lost_engine(event: &Event) -> String {
     let wrote = match event.details.get("lastWords") {
@@ -110,10 +146,24 @@ pub fn of_lost_engine(event: &Event) -> String {
     format!("{}{words}", event.message)
 }
 
-/// What a person reads of a recovery, behind the line of the loss.
-pub fn of_recovery(ranks: &str, first_step_ms: u64, steps_lost: u64) -> String {
+/// The words for checkpoints that fail: why, and the newest good one.
+pub fn of_failing(why: &str, newest: Option<&str>) -> String {
+    match newest {
+        Some(newest) => format!("{why}; the newest good checkpoint is {newest}"),
+        None => format!("{why}; there is no good checkpoint yet"),
+    }
+}
+
+/// The line of a loss and its recovery, by the ranks of the attempt before and of this one:
+/// `rank 3 (a-3) was killed: 7 of 8 go on after 2.2 s, 0 steps again`.
+pub fn of_recovery(cause: &str, ranks: [u32; 2], first_step_ms: u64, steps_lost: u64) -> String {
+    let [before, now] = ranks;
     let seconds = first_step_ms as f64 / 1000.0;
-    format!("{ranks} went on after {seconds:.1} s, {} again", several(steps_lost, "step"))
+    let (of, go) = match now < before {
+        true => (format!("{now} of {before}"), if now == 1 { "goes" } else { "go" }),
+        false => (several(now, "rank"), if now == 1 { "goes" } else { "go" }),
+    };
+    format!("{cause}: {of} {go} on after {seconds:.1} s, {} again", several(steps_lost, "step"))
 }
 
 fn sizes(logs: &Path) -> BTreeMap<PathBuf, u64> {
@@ -175,12 +225,24 @@ mod tests {
         assert!(words.is_news("no memory for a snapshot"));
         assert_eq!(goes_on_from("step-00000010"), "goes on from step-00000010");
         assert_eq!(goes_on_from(""), "");
+        assert_eq!(goes_on_with(4), "goes on with 4 ranks");
     }
 
     #[test]
     fn a_recovery_and_the_warnings_of_a_run_are_a_line_each() {
-        assert_eq!(of_recovery("7 ranks", 2240, 0), "7 ranks went on after 2.2 s, 0 steps again");
-        assert_eq!(of_recovery("1 rank", 60, 1), "1 rank went on after 0.1 s, 1 step again");
+        let of = |ranks, ms, steps| of_recovery("rank 3 (a-3) was killed", ranks, ms, steps);
+        let killed = "rank 3 (a-3) was killed: ";
+        let expected = [
+            (of([8, 7], 2240, 0), "7 of 8 go on after 2.2 s, 0 steps again"),
+            (of([2, 1], 60, 1), "1 of 2 goes on after 0.1 s, 1 step again"),
+            (of([8, 8], 700, 2), "8 ranks go on after 0.7 s, 2 steps again"),
+        ];
+        for (found, told) in expected {
+            assert_eq!(found, format!("{killed}{told}"));
+        }
+        let failing = of_failing("no room", Some("step-00000020"));
+        assert_eq!(failing, "no room; the newest good checkpoint is step-00000020");
+        assert!(of_failing("no room", None).ends_with("no good checkpoint yet"));
         let mut words = Words::default();
         assert_eq!(words.warnings(), None);
         for told in ["a.txt looks odd", "a.txt looks odd", "memory is short"] {
@@ -188,6 +250,19 @@ mod tests {
         }
         let told = words.warnings().expect("warnings");
         assert_eq!(told, "2 warnings:\n  a.txt looks odd\n  memory is short");
+    }
+
+    #[test]
+    fn a_loss_waits_for_its_recovery_and_is_told_where_none_comes() {
+        let mut words = Words::default();
+        words.hold("lost a-1".to_string(), 1000);
+        words.hold("lost a-2".to_string(), 3500);
+        assert!(words.holds() && words.held(999).is_empty());
+        assert_eq!(words.held(1000), ["lost a-1", "lost a-2"]);
+        assert!(!words.holds() && words.held(9000).is_empty());
+        words.hold("lost a-3".to_string(), 5000);
+        words.release();
+        assert!(words.held(9000).is_empty());
     }
 
     #[test]

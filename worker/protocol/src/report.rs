@@ -226,6 +226,9 @@ pub const VICTIM: &str = "Victim";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EventKind {
+    /// The program begins, or begins again: `command`, `version`, `machine`, and the `price` of a
+    /// node and hour where its profile says it.
+    RunStarted,
     WorkerStarted,
     WorkerLost,
     /// An engine that is a process of its own: `rank`, `node`, `device` (its number among the

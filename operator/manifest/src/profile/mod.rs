@@ -62,8 +62,10 @@ pub struct Profile {
     pub links: Option<LinkFigures>,
     /// What estimates of computing rest on; likewise.
     pub flops: Option<Flops>,
-    /// Of all that the profile says but `links` and `flops`, 16 hex digits: what the record
-    /// compares.
+    /// The price of a node and hour, in whatever money.
+    pub price: Option<f64>,
+    /// A hash, in 16 hex digits, of all that the profile says but `links`, `flops` and `price`. The
+    /// record compares it.
     pub digest: String,
 }
 
@@ -170,6 +172,7 @@ impl Default for Profile {
             expect: BTreeMap::new(),
             links: None,
             flops: None,
+            price: None,
             digest: String::new(),
         }
     }

@@ -46,6 +46,7 @@ struct Typed {
     expect: BTreeMap<String, TypedLimit>,
     links: Option<TypedLinks>,
     flops: Option<Flops>,
+    price: Option<f64>,
 }
 
 #[derive(Deserialize)]
@@ -108,10 +109,10 @@ pub fn read(name: &str, bytes: &[u8]) -> Result<Profile, Vec<Problem>> {
     Err(problems)
 }
 
-/// Of all that is said, whatever its order and its comments. What estimates rest on is none of
-/// it: no pod and no rank depends on an estimate.
+/// A hash of all that is said, whatever its order and its comments. Figures of estimates and prices
+/// are left out: no pod and no rank depends on them.
 pub(super) fn digest(said: &Json) -> String {
-    canonical_hash(said, &["about", "why", "links", "flops"])[..16].to_string()
+    canonical_hash(said, &["about", "why", "links", "flops", "price"])[..16].to_string()
 }
 
 /// The reader's own words are of manifests.
@@ -176,6 +177,7 @@ impl Judge<'_> {
             expect,
             links,
             flops: typed.flops,
+            price: typed.price,
             digest,
         }
     }

@@ -124,6 +124,7 @@ pub fn schema() -> Json {
                 },
             },
             "topologyFile": text(1024, "generated, or a path in the worker's image"),
+            "price": above("What a node costs an hour, in whatever money"),
             "flops": {
                 "description": "What a rank computes: estimates of a step's time rest on it",
                 "type": "object",

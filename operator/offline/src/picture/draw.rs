@@ -1,63 +1,93 @@
 //! Facts -> SVG, and a page around it. Lengths are in pixels.
 
 use super::scene::{Picture, Scene, Seat};
-use moejob_manifest::problem::printable;
+use crate::page::{STYLE, escaped, page};
+use crate::{Outlook, parts};
 use moejob_manifest::words::{counted, several};
 use moejob_plan::placement::gib;
 use std::fmt::Write;
 
 /// A device.
-const CELL: u32 = 10;
+const CELL: u32 = 16;
 /// Between devices of two NUMA nodes.
-const NUMA_GAP: u32 = 4;
-const NODE_HEIGHT: u32 = 42;
+const NUMA_GAP: u32 = 6;
+const NODE_HEIGHT: u32 = 58;
 const GAP: u32 = 10;
 /// Nodes of one leaf that stand beside each other.
-const ROW: usize = 16;
+const ROW: usize = 8;
 const MARGIN: u32 = 20;
 const NAME_CHARS_MAX: usize = 18;
-const MEMORY_WIDTH: u32 = 600;
+const MEMORY_WIDTH: u32 = 720;
+/// Parts of memory that are named beside each other.
+const NAMED: u32 = 3;
+const LINE_HEIGHT: u32 = 20;
 
 /// The picture by itself.
 pub fn svg(picture: &Picture) -> String {
+    drawn(picture, &format!("<style>{STYLE}</style>\n"))
+}
+
+fn drawn(picture: &Picture, style: &str) -> String {
     let (body, width, height) = body(picture);
     format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"9\">\n\
-         <style>{STYLE}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
-         {body}</svg>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"picture\" width=\"{width}\" \
+         height=\"{height}\" viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\">\n\
+         {style}<rect width=\"100%\" height=\"100%\" class=\"paper\"/>\n{body}</svg>\n"
     )
 }
 
-/// A page that shows it, with switches for ring and trees.
-pub fn html(picture: &Picture) -> String {
-    let title = escaped(&format!("MoeJob {} on {}", picture.job, picture.profile.name));
-    let switch = |name: &str, label: &str| {
+/// A page with all that the plan says, and the picture where a gang can start.
+pub fn html(outlook: &Outlook, picture: Option<&Picture>) -> String {
+    let parts = parts(outlook);
+    let title = parts.first().map_or("", |part| &part.title);
+    let mut body = String::new();
+    for (at, part) in parts.iter().enumerate() {
+        if at > 0 && !part.title.is_empty() {
+            let _ = writeln!(body, "<h2>{}</h2>", escaped(&part.title));
+        }
+        if !part.table.is_empty() {
+            let table = part.table.iter().map(|row| escaped(row)).collect::<Vec<_>>().join("\n");
+            let _ = writeln!(body, "<div class=\"wide\"><pre>{table}</pre></div>");
+        }
+        for line in &part.lines {
+            let _ = writeln!(body, "<p class=\"told\">{}</p>", escaped(line.trim()));
+        }
+        // The picture follows the sizes, and all the rest follows the picture.
+        if at == 1 && let Some(picture) = picture {
+            let _ = write!(
+                body,
+                "<h2>where each rank runs</h2>\n{}\n<div class=\"wide\">\n{}</div>\n",
+                legend(picture),
+                drawn(picture, "")
+            );
+        }
+    }
+    page(title, "", &body, "")
+}
+
+/// The meaning of shapes and colours, with switches for ring and trees where there are any.
+fn legend(picture: &Picture) -> String {
+    let many = picture.scenes.iter().any(|scene| scene.members > 1);
+    let switch = |name: &str, class: &str, label: &str| {
         format!(
-            "<input type=\"checkbox\" id=\"{name}\" checked><label for=\"{name}\">{label}\
-             </label>"
+            "<label class=\"{class}\"><input type=\"checkbox\" id=\"{name}\" checked>{label}\
+             </label> "
         )
     };
+    let switches = [
+        switch("ring", "ring", "ring"),
+        switch("first", "first", "first tree"),
+        switch("second", "second", "second tree"),
+    ];
+    let switches = if many { switches.concat() } else { String::new() };
+    let red = if many { "; links between leaves are strong, those of the ring red" } else { "" };
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title>\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src \
-         'unsafe-inline'\">\n<style>body {{ font-family: sans-serif; margin: 1em }} label {{ \
-         margin-right: 1em }} .page {{ overflow: auto }}\n#ring:not(:checked) ~ .page .r, \
-         #first:not(:checked) ~ .page .a, #second:not(:checked) ~ .page .b {{ display: none }}\n\
-         </style></head><body>\n{}{}{}\n<div class=\"page\">\n{}</div>\n</body></html>\n",
-        switch("ring", "ring"),
-        switch("first", "first tree"),
-        switch("second", "second tree"),
-        svg(picture)
+        "<p>A box is a node, in the box of its network switch (leaf); dashed are nodes without \
+         ranks, red those that are lost. A coloured square is a rank, ranks of one colour share \
+         the experts; the mark below it is its network card. Point at a square to see its \
+         experts{red}.</p>\n<p>{switches}</p>"
     )
 }
-
-/// Links within a leaf are faint, links between leaves are not.
-const STYLE: &str = ".r,.a,.b{fill:none;stroke-width:1;stroke-opacity:.35}.r{stroke:#555}\
-                     .a{stroke:#1565c0}.b{stroke:#2e7d32}.x{stroke-opacity:.95;stroke-width:1.6}\
-                     .r.x{stroke:#c62828}.n{fill:#fafafa;stroke:#999}.l{fill:#eef2f7;stroke:#ccd}\
-                     .o{fill:#eee;stroke:#bbb;stroke-dasharray:3}.lost{fill:#fbdada;stroke:#c62828}\
-                     .u{fill:none;stroke:#bbb}.h{fill:#555}";
 
 /// How a node of this profile looks.
 struct Shape {
@@ -95,7 +125,7 @@ impl Shape {
                 at += CELL + 1;
             }
         }
-        Shape { width: (at + 2).max(96), devices, numa }
+        Shape { width: (at + 2).max(144), devices, numa }
     }
 }
 
@@ -111,8 +141,8 @@ fn body(picture: &Picture) -> (String, u32, u32) {
         several(profile.ranks, "rank"),
         counted(picture.micro_batches, "micro-batch", "micro-batches")
     );
-    text(&mut out, MARGIN, top, 14, &title);
-    top += 14;
+    text(&mut out, MARGIN, top, " class=\"big\"", &title);
+    top += LINE_HEIGHT;
     let mut widest = MEMORY_WIDTH + 200;
     for scene in &picture.scenes {
         top += GAP;
@@ -124,11 +154,11 @@ fn body(picture: &Picture) -> (String, u32, u32) {
 
 /// One scene; how wide it is.
 fn draw_scene(out: &mut String, scene: &Scene, shape: &Shape, top: &mut u32) -> u32 {
-    *top += 14;
-    text(out, MARGIN, *top, 12, &scene.title);
+    *top += LINE_HEIGHT;
+    text(out, MARGIN, *top, " class=\"big\"", &scene.title);
     if let Some(facts) = &scene.facts {
-        *top += 14;
-        text(out, MARGIN, *top, 10, &facts.to_string());
+        *top += LINE_HEIGHT;
+        text(out, MARGIN, *top, "", &facts.to_string());
     }
     *top += GAP;
     // Runs of one leaf; what has no rank stands in runs of its own.
@@ -149,16 +179,16 @@ fn draw_scene(out: &mut String, scene: &Scene, shape: &Shape, top: &mut u32) -> 
         let columns = run.len().min(ROW) as u32;
         let (width, height) = (
             columns * (shape.width + GAP) + GAP,
-            rows * (NODE_HEIGHT + GAP) + GAP + 8,
+            rows * (NODE_HEIGHT + GAP) + GAP + 14,
         );
         widest = widest.max(MARGIN + width);
         rect(out, "l", (MARGIN, *top, width, height));
         let first = &scene.seats[run.start];
         let kind = if run.start < scene.members { "leaf" } else { "without ranks, leaf" };
-        text(out, MARGIN + 4, *top + 10, 9, &format!("{kind} {}", leaf_name(first)));
+        text(out, MARGIN + GAP, *top + 15, "", &format!("{kind} {}", leaf_name(first)));
         for (place, at) in run.clone().enumerate() {
             let left = MARGIN + GAP + (place % ROW) as u32 * (shape.width + GAP);
-            let above = *top + 16 + (place / ROW) as u32 * (NODE_HEIGHT + GAP);
+            let above = *top + 22 + (place / ROW) as u32 * (NODE_HEIGHT + GAP);
             node(out, scene, shape, at, (left, above));
             centres.push((left + shape.width / 2, above + NODE_HEIGHT / 2));
         }
@@ -178,14 +208,14 @@ fn leaf_name(seat: &Seat) -> String {
 fn node(out: &mut String, scene: &Scene, shape: &Shape, at: usize, (left, top): (u32, u32)) {
     let seat = &scene.seats[at];
     let class = match (seat.lost, at < scene.members) {
-        (true, _) => "lost",
+        (true, _) => "gone",
         (false, true) => "n",
         (false, false) => "o",
     };
     rect(out, class, (left, top, shape.width, NODE_HEIGHT));
-    text(out, left + 3, top + 10, 9, &short(&seat.name));
+    text(out, left + 5, top + 15, "", &short(&seat.name));
     for (begins, width) in &shape.numa {
-        rect(out, "u", (left + begins, top + 14, *width, CELL + 10));
+        rect(out, "u", (left + begins, top + 20, *width, CELL + 13));
     }
     let per_node = shape.devices.len() as u32;
     for (device, (begins, has_card)) in (0..).zip(&shape.devices) {
@@ -193,7 +223,7 @@ fn node(out: &mut String, scene: &Scene, shape: &Shape, at: usize, (left, top): 
         let rank = at as u32 * per_node + device;
         let experts = scene.experts.get(rank as usize).filter(|_| at < scene.members);
         let Some([first, last]) = experts else {
-            rect(out, "u", (x, top + 17, CELL, CELL));
+            rect(out, "u", (x, top + 23, CELL, CELL));
             continue;
         };
         // Written out, as there are thousands: groups that follow each other differ in colour.
@@ -202,10 +232,10 @@ fn node(out: &mut String, scene: &Scene, shape: &Shape, at: usize, (left, top): 
             out,
             "<rect x=\"{x}\" y=\"{}\" width=\"{CELL}\" height=\"{CELL}\" \
              fill=\"hsl({hue},55%,70%)\"><title>rank {rank}, experts {first}-{last}</title></rect>",
-            top + 17
+            top + 23
         );
         if *has_card {
-            rect(out, "h", (x + 3, top + 29, 4, 3));
+            rect(out, "k", (x + 5, top + 42, 6, 4));
         }
     }
 }
@@ -239,7 +269,7 @@ fn links(out: &mut String, scene: &Scene, centres: &[(u32, u32)]) {
 fn memory(out: &mut String, picture: &Picture, top: &mut u32) {
     let Some(memory) = &picture.memory else { return };
     let has = picture.profile.rank_memory;
-    *top += 14;
+    *top += LINE_HEIGHT;
     let limit = has.map_or(String::new(), |has| format!(" of {}", gib(has)));
     let title = format!(
         "memory of rank 0, all are alike: {}{limit} with even routing, {} kept, {} at worst",
@@ -247,27 +277,34 @@ fn memory(out: &mut String, picture: &Picture, top: &mut u32) {
         gib(memory.committed),
         gib(memory.worst)
     );
-    text(out, MARGIN, *top, 10, &title);
+    text(out, MARGIN, *top, "", &title);
     let scale = has.unwrap_or(0).max(memory.committed).max(1);
     let wide = |bytes: u64| {
         (u128::from(bytes) * u128::from(MEMORY_WIDTH) / u128::from(scale)) as u32
     };
-    *top += 6;
+    *top += 8;
     rect(out, "u", (MARGIN, *top, MEMORY_WIDTH, 16));
-    let mut left = MARGIN;
-    for (at, part) in (0..).zip(memory.parts.iter().filter(|part| part.bytes > 0)) {
-        let width = wide(part.bytes);
+    let (mut left, parts) = (MARGIN, memory.parts.iter().filter(|part| part.bytes > 0));
+    for (at, part) in (0..).zip(parts) {
+        let (width, fill) = (wide(part.bytes), format!("hsl({},45%,60%)", at * 67 % 360));
+        let (name, bytes) = (escaped(part.name), gib(part.bytes));
+        let (x, y) = (
+            MARGIN + at % NAMED * (MEMORY_WIDTH / NAMED),
+            *top + 26 + at / NAMED * LINE_HEIGHT,
+        );
         let _ = writeln!(
             out,
-            "<rect x=\"{left}\" y=\"{top}\" width=\"{width}\" height=\"16\" \
-             fill=\"hsl({},45%,65%)\"><title>{} {}</title></rect>",
-            at * 67 % 360,
-            escaped(part.name),
-            gib(part.bytes)
+            "<rect x=\"{left}\" y=\"{top}\" width=\"{width}\" height=\"16\" fill=\"{fill}\">\
+             <title>{name} {bytes}</title></rect>\n\
+             <rect x=\"{x}\" y=\"{y}\" width=\"12\" height=\"12\" fill=\"{fill}\"/>\n\
+             <text x=\"{}\" y=\"{}\">{name} {bytes}</text>",
+            x + 18,
+            y + 11
         );
         left += width;
     }
-    *top += 16;
+    let named = memory.parts.iter().filter(|part| part.bytes > 0).count() as u32;
+    *top += 26 + named.div_ceil(NAMED) * LINE_HEIGHT;
 }
 
 fn rect(out: &mut String, class: &str, (x, y, width, height): (u32, u32, u32, u32)) {
@@ -277,9 +314,9 @@ fn rect(out: &mut String, class: &str, (x, y, width, height): (u32, u32, u32, u3
     );
 }
 
-fn text(out: &mut String, x: u32, y: u32, size: u32, words: &str) {
+fn text(out: &mut String, x: u32, y: u32, attributes: &str, words: &str) {
     let words = escaped(words);
-    let _ = writeln!(out, "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\">{words}</text>");
+    let _ = writeln!(out, "<text x=\"{x}\" y=\"{y}\"{attributes}>{words}</text>");
 }
 
 fn short(name: &str) -> String {
@@ -291,20 +328,4 @@ fn short(name: &str) -> String {
         }
         false => name.to_string(),
     }
-}
-
-/// For text and attributes of XML and HTML.
-fn escaped(words: &str) -> String {
-    let mut out = String::with_capacity(words.len());
-    for c in printable(words).chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
 }

@@ -2,7 +2,7 @@
 //! expert groups, and NCCL's ring and trees; with a loss, before and after it.
 //!
 //! ```text
-//! Job x nodes x what is lost -> scenes -> svg, or html around it
+//! Job x nodes x what is lost -> scenes -> svg, or a page with it and all words of the plan
 //! ```
 //!
 //! Nothing is fetched and nothing runs: the page has no script. Names are those of others, so each

@@ -78,15 +78,34 @@ fn field(run: &Run, layer: usize, columns: usize) -> String {
     html
 }
 
-/// What the colours are, for the style and the legend: blue below the mean, red above.
-pub fn colours() -> Vec<String> {
+/// The colours of both schemes: blue below the mean, red above, and the mean near the paper.
+pub fn style() -> String {
+    let rules = |middle: f64| -> String {
+        let rule = |(level, colour)| format!(".h{level}{{fill:{colour};background:{colour}}}\n");
+        colours(middle).into_iter().enumerate().map(rule).collect()
+    };
+    format!("{}@media (prefers-color-scheme:dark){{\n{}}}\n", rules(245.0), rules(44.0))
+}
+
+fn colours(middle: f64) -> Vec<String> {
     let colour = |level: usize| {
         let place = level as f64 / (LEVELS - 1) as f64 * 2.0 - 1.0;
-        let mix = |full: f64| (245.0 + (full - 245.0) * place.abs()) as u8;
-        let [r, g, b] = if place < 0.0 { [33.0, 102.0, 172.0] } else { [178.0, 24.0, 43.0] };
+        let mix = |full: f64| (middle + (full - middle) * place.abs()) as u8;
+        let dark = middle < 128.0;
+        let [r, g, b] = match (place < 0.0, dark) {
+            (true, false) => [33.0, 102.0, 172.0],
+            (true, true) => [88.0, 166.0, 255.0],
+            (false, false) => [178.0, 24.0, 43.0],
+            (false, true) => [255.0, 123.0, 114.0],
+        };
         format!("#{:02x}{:02x}{:02x}", mix(r), mix(g), mix(b))
     };
     (0..LEVELS).map(colour).collect()
+}
+
+/// A row of all of them.
+pub fn legend() -> String {
+    (0..LEVELS).map(|level| format!("<i class=\"h h{level}\"></i>")).collect()
 }
 
 #[cfg(test)]
@@ -96,7 +115,8 @@ mod tests {
     #[test]
     fn colours_follow_the_load() {
         assert_eq!([0.0, 1.0, 3.0, 90.0].map(level), [0, 5, 10, 10]);
-        assert_eq!(colours()[5], "#f5f5f5");
+        assert_eq!(colours(245.0)[5], "#f5f5f5");
+        assert!(style().contains(".h10{fill:#b2182b;background:#b2182b}"));
         let loads = |a: f64, b: f64| vec![vec![a, b]];
         let run = Run {
             loads: (0..100).map(|step| (step, loads(10.0, 30.0))).collect(),

@@ -1,21 +1,29 @@
 //! `moejob report RUN...`: one page of HTML with everything that runs have recorded.
 //!
 //! ```text
-//! metrics.jsonl, events.jsonl --read--> Run --page--> charts (chart), heat maps (heat) -> HTML
+//! metrics.jsonl, events.jsonl, job.json --read--> Run, its times (time)
+//! Run --page--> tables (facts, words), charts (chart), heat maps (heat) -> HTML
 //! ```
-//! The page needs nothing from elsewhere: no script, no font, no picture.
+//! The page needs nothing from elsewhere. All of it is there without its script, which tells
+//! the values under the pointer.
 
 mod chart;
+mod facts;
 mod heat;
 mod page;
 mod read;
+mod time;
+mod words;
 
 use crate::cli::out::io;
+use crate::cli::args::not_negative;
 use clap::Args;
+use moe_worker::checkpoint::{self, Disk};
 use moe_worker::data::durable;
+use moejob_manifest::problem::printable_lines;
 use read::Run;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 
 #[derive(Args)]
 pub struct ReportArgs {
@@ -25,7 +33,16 @@ pub struct ReportArgs {
     /// The page to write; `-` is standard output.
     #[arg(long, default_value = "report.html")]
     pub out: PathBuf,
+    /// A text that each kept checkpoint of each run goes on with, to be compared on the page.
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// The price of a node and hour, in place of its profile's.
+    #[arg(long, value_parser = not_negative)]
+    pub price: Option<f64>,
 }
+
+/// Tokens of a sample.
+const SAMPLE_TOKENS: &str = "60";
 
 /// Runs that a page still tells apart.
 const RUNS_MAX: usize = 8;
@@ -46,12 +63,23 @@ pub fn run(args: &ReportArgs) -> ExitCode {
             }
         }
     }
+    if let Some(prompt) = &args.prompt {
+        for (run, path) in runs.iter_mut().zip(&args.runs) {
+            match samples(&super::args::place(path), prompt) {
+                Ok(samples) => run.samples = samples,
+                Err(why) => {
+                    eprintln!("moejob: --prompt: {}: {}", run.name, printable_lines(&why));
+                    return ExitCode::from(2);
+                }
+            }
+        }
+    }
     name_apart(&mut runs, &args.runs);
     for run in runs.iter().filter(|run| run.unreadable > 0) {
         let lines = if run.unreadable == 1 { "line" } else { "lines" };
         eprintln!("moejob: {}: {} {lines} could not be read", run.name, run.unreadable);
     }
-    let html = page::page(&runs);
+    let html = page::page(&runs, args.price);
     if args.out == Path::new("-") {
         print!("{html}");
         return ExitCode::SUCCESS;
@@ -66,6 +94,30 @@ pub fn run(args: &ReportArgs) -> ExitCode {
             eprintln!("  name a file in a folder that is there: --out report.html");
             ExitCode::from(2)
         }
+    }
+}
+
+/// Each checkpoint of a run goes on with a text, always by the likeliest token. It is asked in a
+/// process of its own, which asks for its memory and gives it back.
+fn samples(path: &Path, prompt: &str) -> Result<Vec<(u64, String)>, String> {
+    let program = std::env::current_exe().map_err(|error| io(&error))?;
+    let checkpoints = path.join("checkpoints");
+    let kept = checkpoint::list(&Disk::real(), &checkpoints).map_err(|error| io(&error))?;
+    let mut found = Vec::new();
+    for of in kept.iter().filter(|of| of.manifest.is_ok()) {
+        let mut command = Command::new(&program);
+        command.arg("generate").arg(&of.path).args(["--prompt", prompt, "--temperature", "0"]);
+        command.args(["--max-tokens", SAMPLE_TOKENS, "-o", "json"]).stdin(Stdio::null());
+        let output = command.output().map_err(|error| io(&error))?;
+        let said = serde_json::from_slice::<serde_json::Value>(&output.stdout).ok();
+        match said.as_ref().and_then(|said| said["text"].as_str()) {
+            Some(text) => found.push((of.step, format!("{prompt}{text}"))),
+            None => return Err(String::from_utf8_lossy(&output.stderr).trim_end().to_string()),
+        }
+    }
+    match found.is_empty() {
+        true => Err("it has no checkpoint that could say anything".to_string()),
+        false => Ok(found),
     }
 }
 
@@ -92,22 +144,6 @@ fn write(path: &Path, html: &str) -> std::io::Result<()> {
         let _ = std::fs::remove_file(&staged);
     }
     written
-}
-
-/// Text as HTML shows it, whatever stands in it.
-fn escaped(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for c in moejob_manifest::problem::printable(text).chars() {
-        match c {
-            '&' => safe.push_str("&amp;"),
-            '<' => safe.push_str("&lt;"),
-            '>' => safe.push_str("&gt;"),
-            '"' => safe.push_str("&quot;"),
-            '\'' => safe.push_str("&#39;"),
-            c => safe.push(c),
-        }
-    }
-    safe
 }
 
 /// A number as people read it: four digits that count.
@@ -205,14 +241,15 @@ mod tests {
         let run = read::read(&path).expect("a run");
         assert_eq!((run.steps.len(), run.unreadable), (10_000, 1));
         assert_eq!(run.steps[2994].attempt, 2, "the last line of a step counts");
-        let html = page::page(std::slice::from_ref(&run));
+        let html = page::page(std::slice::from_ref(&run), None);
         assert!(html.len() <= 2 << 20, "{} bytes", html.len());
-        for forbidden in ["<script", "<img", "<link", "http:", "https:", "url(", "\u{1b}"] {
+        for forbidden in ["<script>", "<img", "<link", "https:", "url(", "\u{1b}"] {
             assert!(!html.contains(forbidden), "{forbidden}");
         }
         assert!(html.contains("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\\u{1b}[2J"));
         for title in [
-            "Loss", "Held-out loss", "Learning rate", "Gradient norm", "Tokens a second",
+            "Loss", "held out", "logarithmic loss", "Learning rate", "Gradient norm",
+            "Tokens a second",
             "World size", "Router entropy", "Switches of experts", "Load of the busiest expert",
             "attempt 3", "layer 3",
         ] {
@@ -234,10 +271,10 @@ mod tests {
         let (_one, first) = folder("first");
         let (_two, second) = folder("second");
         let runs = [first, second].map(|path| read::read(&path).expect("a run"));
-        let html = page::page(&runs);
+        let html = page::page(&runs, None);
         assert!(html.len() <= 2 << 20, "{} bytes", html.len());
         assert!(html.contains("first") && html.contains("second"));
-        let one = page::page(&runs[..1]);
+        let one = page::page(&runs[..1], None);
         let lines = |html: &str| html.matches("<polyline").count();
         assert_eq!(lines(&html), 2 * lines(&one));
     }

@@ -1,56 +1,75 @@
-//! The page: a table of runs, charts over steps, time, routers, heat maps, what happened.
+//! The page: facts of runs, charts, where the time went, heat maps, what happened.
 
-use super::chart::{Chart, Line, Mark};
+use super::chart::{Axis, Chart, Line, Mark, Point, Style, smoothed};
+use super::facts::{self, Row};
 use super::heat;
-use super::read::{Event, Run, Step};
-use super::{escaped, short};
+use super::read::{Run, Step};
+use super::short;
+use super::time::{Kind, Span};
+use super::words::{is_told, recoveries, span, told};
+use moejob_offline::page::{self, escaped};
 use std::fmt::Write;
 
-/// One a run; the first is read best.
-const COLOURS: [&str; super::RUNS_MAX] = [
-    "#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490", "#be185d", "#4b5563",
-];
 /// Rows of the table of happenings.
 const EVENTS_SHOWN: usize = 200;
-/// What a person wants to know of a run; the rest is in events.jsonl.
-const TOLD: [&str; 16] = [
-    "AttemptStarted", "WorkerLost", "EngineLost", "Recovered", "Resumed", "CheckpointRefused",
-    "CheckpointDegraded", "CheckpointRecovered", "DataDegraded", "DataRecovered", "Warning",
-    "JobCompleted", "JobFailed", "JobSuspended", "Interrupted", "SpecChanged",
-];
+/// Rows of the table of recoveries.
+const RECOVERIES_SHOWN: usize = 200;
+/// Parts of a timeline: what is shorter than one of so many is not seen, but for recoveries.
+const PIECES: f64 = 1000.0;
+/// Recoveries that a timeline shows, whatever their length.
+const MARKED_MAX: usize = 500;
+/// Characters of the names of runs in the title.
+const TITLE_CHARS_MAX: usize = 300;
 
-pub fn page(runs: &[Run]) -> String {
-    let names: Vec<String> = runs.iter().map(|run| escaped(&run.name)).collect();
-    let mut html = format!(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <title>{}</title><style>{}</style></head><body>\n<h1>{}</h1>\n",
-        names.join(", "),
-        style(),
-        names.join(", ")
-    );
-    html.push_str(&summary(runs));
-    section(&mut html, "Training", "", &training(runs));
-    section(&mut html, "The machine", MACHINE, &machine(runs));
-    section(&mut html, "Routers", "", &routers(runs));
+/// The page of runs; `price` is what a node costs an hour, where it is given.
+pub fn page(runs: &[Run], price: Option<f64>) -> String {
+    let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
+    let title: String = names.join(", ").chars().take(TITLE_CHARS_MAX).collect();
+    let mut html = String::new();
+    section(&mut html, "Results", "", &table(runs, &facts::results(runs, price), true));
+    html.push_str(CONTROLS);
+    let axes = axes(runs);
+    section(&mut html, "Training", "", &training(runs, &axes));
+    section(&mut html, "Where the time went", "", &times(runs));
+    section(&mut html, "The machine", MACHINE, &machine(runs, &axes));
+    section(&mut html, "Routers", "", &routers(runs, &axes));
     for run in runs {
         let maps = heat::draw(run, runs.len());
         if !maps.is_empty() {
-            let title = format!("Load of the experts: {}", escaped(&run.name));
-            section(&mut html, &title, &legend(), &maps);
+            let about = format!(
+                "A row is an expert, a column some steps. No tokens {} three times the mean and \
+                 more.",
+                heat::legend()
+            );
+            section(&mut html, &format!("Load of the experts: {}", run.name), &about, &maps);
         }
     }
     for run in runs {
-        let title = format!("What happened: {}", escaped(&run.name));
-        section(&mut html, &title, "", &happenings(run));
+        section(&mut html, &format!("At each checkpoint: {}", run.name), "", &samples(run));
     }
-    html.push_str("</body></html>\n");
-    html
+    section(&mut html, "What was trained", "", &table(runs, &facts::trained(runs), false));
+    section(&mut html, "Fields that differ", "", &differences(runs));
+    for run in runs {
+        section(&mut html, &format!("What happened: {}", run.name), "", &happenings(run));
+    }
+    page::page(&title, &heat::style(), &html, include_str!("page.js"))
 }
+
+/// Switches of all charts over steps. The style hides what is not chosen; no script is needed.
+const CONTROLS: &str = "<p class=\"controls\">below: \
+    <label><input type=\"radio\" name=\"axis\" id=\"steps\" checked> steps</label>\
+    <label><input type=\"radio\" name=\"axis\" id=\"tokens\"> tokens</label>\
+    <label><input type=\"radio\" name=\"axis\" id=\"time\"> time</label>\
+    <label><input type=\"checkbox\" id=\"log\"> logarithmic loss</label>\
+    <label><input type=\"checkbox\" id=\"smooth\" checked> smoothed</label></p>\n";
+
+const MACHINE: &str = "A red triangle is the loss of a worker, a dashed line the beginning of an \
+                       attempt; each tells more when you point at it.";
 
 fn section(html: &mut String, title: &str, about: &str, body: &str) {
     if !body.is_empty() {
         let about = if about.is_empty() { String::new() } else { format!("<p>{about}</p>") };
+        let title = escaped(title);
         let _ = write!(
             html,
             "<section><h2>{title}</h2>{about}<div class=\"grid-of\">{body}</div></section>\n"
@@ -58,189 +77,304 @@ fn section(html: &mut String, title: &str, about: &str, body: &str) {
     }
 }
 
-const MACHINE: &str = "A red triangle is the loss of a worker, a dashed line the beginning of an \
-                       attempt; each tells more when you point at it.";
-
-fn legend() -> String {
-    let colours = heat::colours();
-    let fields: String = colours.iter().enumerate().fold(String::new(), |mut all, (at, _)| {
-        let _ = write!(all, "<i class=\"h{at}\"></i>");
-        all
-    });
-    format!(
-        "A row is an expert, a column some steps. No tokens {fields} three times the mean and more."
-    )
-}
-
-fn summary(runs: &[Run]) -> String {
-    let mut html = "<section><div class=\"wide\"><table><tr><th>run</th><th>steps</th>\
-                    <th>loss</th><th>best held-out</th><th>tokens</th><th>tokens/s</th>\
-                    <th>attempts</th><th>workers lost</th><th>took</th></tr>"
-        .to_string();
-    for (at, run) in runs.iter().enumerate() {
-        let last = run.steps.last();
-        let held_out = run.steps.iter().filter_map(|step| Some((step.validation_loss?, step.step)));
-        let best = held_out.min_by(|a, b| a.0.total_cmp(&b.0));
-        let best = best.map_or("-".to_string(), |(loss, step)| {
-            format!("{} at step {step}", short(loss))
-        });
-        let number = |of: fn(&Step) -> Option<f64>| last.and_then(of).map_or("-".into(), short);
-        let count = |kind: &str| run.events.iter().filter(|event| event.event == kind).count();
-        let speed = median(run.steps.iter().filter_map(|step| step.tokens_per_second));
-        let attempts = run.steps.iter().map(|step| step.attempt).max().unwrap_or(0);
-        let _ = write!(
-            html,
-            "<tr><td class=\"c{at}\">{}</td><td>{}</td><td>{}</td><td>{best}</td><td>{}</td>\
-             <td>{}</td><td>{attempts}</td><td>{}</td><td>{}</td></tr>",
-            escaped(&run.name),
-            last.map_or(0, |step| step.step),
-            number(|step| step.loss),
-            number(|step| step.tokens),
-            speed.map_or("-".into(), short),
-            count("WorkerLost"),
-            took(run),
-        );
+/// A column a run; of two the difference, where they are compared.
+fn table(runs: &[Run], rows: &[Row], compared: bool) -> String {
+    if rows.is_empty() {
+        return String::new();
     }
-    html.push_str("</table></div></section>\n");
+    let compared = compared && runs.len() == 2;
+    let mut html = "<div class=\"wide\"><table>".to_string();
+    if runs.len() > 1 {
+        html.push_str("<tr><th></th>");
+        for (at, run) in runs.iter().enumerate() {
+            let _ = write!(html, "<th class=\"c{at}\">{}</th>", escaped(&run.name));
+        }
+        html.push_str(if compared { "<th>difference</th></tr>" } else { "</tr>" });
+    }
+    for row in rows {
+        let _ = write!(html, "<tr><th>{}</th>", row.name);
+        for cell in &row.cells {
+            let _ = write!(html, "<td class=\"what\">{}</td>", escaped(&cell.text));
+        }
+        if let (true, [one, other]) = (compared, &row.cells[..]) {
+            let _ = write!(html, "<td>{}</td>", difference(one.number, other.number));
+        }
+        html.push_str("</tr>");
+    }
+    html.push_str("</table></div>");
     html
 }
 
-fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
-}
-
-fn took(run: &Run) -> String {
-    let times = || run.steps.iter().filter_map(|step| step.at);
-    let seconds = times().fold(f64::MIN, f64::max) - times().fold(f64::MAX, f64::min);
-    match seconds.max(0.0) as u64 {
-        seconds @ 0..60 => format!("{seconds} s"),
-        seconds @ 60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
-        seconds => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+/// `-0.1234 (-4.7%)`
+fn difference(one: Option<f64>, other: Option<f64>) -> String {
+    let Some((one, other)) = one.zip(other) else { return String::new() };
+    let by = other - one;
+    let sign = if by > 0.0 { "+" } else { "" };
+    match one != 0.0 && by != 0.0 {
+        true => format!("{sign}{} ({sign}{:.1}%)", short(by), 100.0 * by / one.abs()),
+        false => format!("{sign}{}", short(by)),
     }
 }
 
-/// A chart over steps; losses and attempts are marked at the step at which they came.
+fn differences(runs: &[Run]) -> String {
+    let rows = facts::differences(runs);
+    if rows.is_empty() {
+        return String::new();
+    }
+    let mut html = "<div class=\"wide\"><table><tr><th>field</th>".to_string();
+    for (at, run) in runs.iter().enumerate() {
+        let _ = write!(html, "<th class=\"c{at}\">{}</th>", escaped(&run.name));
+    }
+    html.push_str("</tr>");
+    for (field, values) in rows {
+        let _ = write!(html, "<tr><td>{}</td>", escaped(&field));
+        for value in values {
+            let _ = write!(html, "<td class=\"what\">{}</td>", escaped(&value));
+        }
+        html.push_str("</tr>");
+    }
+    html.push_str("</table></div>");
+    html
+}
+
+/// Steps, tokens, and time in the unit in which the longest run is read best.
+fn axes(runs: &[Run]) -> Vec<Axis> {
+    let longest = runs.iter().map(|run| run.times.all()).fold(0.0, f64::max);
+    let time = match longest {
+        seconds if seconds < 600.0 => Axis::Time(1.0, "seconds"),
+        seconds if seconds < 36_000.0 => Axis::Time(60.0, "minutes"),
+        _ => Axis::Time(3600.0, "hours"),
+    };
+    vec![Axis::Step, Axis::Tokens, time]
+}
+
+fn points(run: &Run, of: impl Fn(&Step) -> Option<f64>) -> Vec<Point> {
+    let point = |step: &Step| {
+        let y = of(step).filter(|y| y.is_finite())?;
+        Some(Point {
+            step: step.step as f64,
+            tokens: step.tokens.unwrap_or(0.0),
+            seconds: step.at.map_or(0.0, |at| run.times.seconds(at)),
+            y,
+        })
+    };
+    run.steps.iter().filter_map(point).collect()
+}
+
+/// The name of a line tells its run where there are several.
+fn named(runs: &[Run], run: &Run, what: &str) -> String {
+    match runs.len() {
+        1 => what.to_string(),
+        _ => format!("{} {what}", run.name),
+    }
+}
+
+/// A chart over steps, tokens or time.
 fn over_steps(
     runs: &[Run],
+    axes: &[Axis],
     title: &'static str,
     about: &'static str,
     of: fn(&Step) -> Option<f64>,
 ) -> String {
-    let lines = runs.iter().enumerate().map(|(at, run)| {
-        let point = |step: &Step| Some((step.step as f64, of(step).filter(|y| y.is_finite())?));
-        Line { run: at, points: run.steps.iter().filter_map(point).collect() }
+    let lines = runs.iter().enumerate().map(|(at, run)| Line {
+        run: at,
+        name: if runs.len() == 1 { title.to_lowercase() } else { run.name.clone() },
+        style: Style::Plain,
+        points: points(run, of),
     });
-    let (lines, marks) = (lines.collect(), Vec::new());
-    Chart { title, about, axis: "step", lines, marks, from_zero: false, stairs: false }.draw()
+    let (axes, lines, marks) = (axes.to_vec(), lines.collect(), Vec::new());
+    let (from_zero, stairs, main) = (false, false, false);
+    Chart { title, about, axes, lines, marks, from_zero, stairs, main }.draw()
 }
 
-fn training(runs: &[Run]) -> String {
+/// Loss of training and of held-out data, of all runs.
+fn losses(runs: &[Run], axes: &[Axis]) -> String {
+    let (mut lines, mut marks) = (Vec::new(), Vec::new());
+    for (at, run) in runs.iter().enumerate() {
+        let mut put = |what: &str, style, points: Vec<Point>| {
+            // A run by itself has a colour more.
+            let of = if runs.len() == 1 && style == Style::HeldOut { 1 } else { at };
+            if !points.is_empty() {
+                lines.push(Line { run: of, name: named(runs, run, what), style, points });
+            }
+        };
+        let trained = points(run, |step| step.loss);
+        let smooth = smoothed(&trained);
+        put("train", if smooth.is_some() { Style::Raw } else { Style::Plain }, trained);
+        put("smoothed", Style::Smooth, smooth.unwrap_or_default());
+        put("held out", Style::HeldOut, points(run, |step| step.validation_loss));
+        let steered = run.events.iter().filter(|event| event.event == "SpecChanged");
+        for event in steered {
+            let step = event.step.unwrap_or(0);
+            let Some(place) = run.steps.iter().find(|place| place.step >= step) else { continue };
+            let title = format!("{}: from step {step} on {}", run.name, event.message);
+            let seconds = place.at.map_or(0.0, |at| run.times.seconds(at));
+            let tokens = place.tokens.unwrap_or(0.0);
+            marks.push(Mark {
+                at: Point { step: step as f64, tokens, seconds, y: 0.0 },
+                lost: false,
+                title,
+            });
+        }
+    }
+    let (title, about, axes) = ("Loss", "nats a token", axes.to_vec());
+    let (from_zero, stairs, main) = (false, false, true);
+    Chart { title, about, axes, lines, marks, from_zero, stairs, main }.draw()
+}
+
+fn training(runs: &[Run], axes: &[Axis]) -> String {
     [
-        over_steps(runs, "Loss", "nats a token", |step| step.loss),
-        over_steps(runs, "Held-out loss", "nats a token", |step| step.validation_loss),
-        over_steps(runs, "Learning rate", "", |step| step.learning_rate),
-        over_steps(runs, "Gradient norm", "before clipping", |step| step.grad_norm),
-        over_steps(runs, "Loss scale", "of fp16", |step| step.loss_scale),
+        losses(runs, axes),
+        over_steps(runs, axes, "Learning rate", "", |step| step.learning_rate),
+        over_steps(runs, axes, "Gradient norm", "before clipping", |step| step.grad_norm),
+        over_steps(runs, axes, "Loss scale", "of fp16", |step| step.loss_scale),
     ]
     .concat()
 }
 
-fn machine(runs: &[Run]) -> String {
-    let speed = over_steps(runs, "Tokens a second", "while a step lasts", |step| {
+/// For each run a bar of what its time went to, a timeline, and its recoveries.
+fn times(runs: &[Run]) -> String {
+    let mut html = String::new();
+    for (at, run) in runs.iter().enumerate().filter(|(_, run)| run.times.all() > 0.0) {
+        let all = run.times.all();
+        let _ = write!(html, "<div class=\"wide\"><b class=\"c{at}\">{}</b>", escaped(&run.name));
+        html.push_str("<div class=\"bar\">");
+        let mut legend = String::new();
+        for kind in Kind::ALL {
+            let seconds = run.times.sum(kind);
+            if seconds > 0.0 {
+                let (share, class) = (100.0 * seconds / all, kind.class());
+                let told = format!("{} {share:.1}%, {}", kind.words(), span(seconds));
+                let _ = write!(
+                    html,
+                    "<b class=\"{class}\" style=\"width:{share:.3}%\" title=\"{told}\"></b>"
+                );
+                let _ = write!(legend, "<span><i class=\"{class}\"></i>{told}</span>");
+            }
+        }
+        let strip = strip(&run.times.spans, all);
+        let _ = write!(
+            html,
+            "</div><figure class=\"strip\">{strip}<figcaption>from the beginning to {}, without \
+             pauses between starts</figcaption>{legend}</figure>{}</div>",
+            span(all),
+            recovered(run)
+        );
+    }
+    html
+}
+
+fn strip(spans: &[Span], all: f64) -> String {
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {PIECES} 20\" preserveAspectRatio=\"none\" role=\"img\">\
+         <rect class=\"trained\" width=\"{PIECES}\" height=\"20\"/>"
+    );
+    let mut marked = 0;
+    for part in spans.iter().filter(|part| part.kind != Kind::Trained) {
+        let (from, width) = (part.from / all * PIECES, (part.to - part.from) / all * PIECES);
+        let is_marked = part.kind == Kind::Recovering && marked < MARKED_MAX;
+        marked += usize::from(is_marked);
+        if width >= 1.0 || is_marked {
+            let told = format!("{} {}", part.kind.words(), span(part.to - part.from));
+            let _ = write!(
+                svg,
+                "<rect class=\"{}\" x=\"{from:.1}\" width=\"{:.1}\" height=\"20\">\
+                 <title>{told}</title></rect>",
+                part.kind.class(),
+                width.max(1.5)
+            );
+        }
+    }
+    svg.push_str("</svg>");
+    svg
+}
+
+fn recovered(run: &Run) -> String {
+    let all = recoveries(run);
+    if all.is_empty() {
+        return String::new();
+    }
+    let mut html = "<table><tr><th>recovered at</th><th>from</th><th>with</th><th>after</th>\
+                    <th>done again</th><th>state</th></tr>"
+        .to_string();
+    for of in all.iter().take(RECOVERIES_SHOWN) {
+        let cells = [&span(of.at), &of.why, &of.ranks, &of.took, &of.again, &of.from];
+        let cells = cells.map(|cell| format!("<td>{}</td>", escaped(cell)));
+        let _ = write!(html, "<tr>{}</tr>", cells.concat());
+    }
+    html.push_str("</table>");
+    if let Some(more) = all.len().checked_sub(RECOVERIES_SHOWN).filter(|more| *more > 0) {
+        let _ = write!(html, "<p>and {more} more</p>");
+    }
+    html
+}
+
+fn machine(runs: &[Run], axes: &[Axis]) -> String {
+    let speed = over_steps(runs, axes, "Tokens a second", "while a step lasts", |step| {
         step.tokens_per_second
     });
     let about = "% of a step, of the steps that were looked at";
-    let waits = over_steps(runs, "Waiting for other ranks", about, |step| {
+    let waits = over_steps(runs, axes, "Waiting for other ranks", about, |step| {
         Some(100.0 * step.communication.as_ref()?.exposed_share?)
     });
-    // Each run from its own beginning.
-    let begin = |run: &Run| run.world.first().map_or(0.0, |(at, _)| *at);
-    let longest = runs.iter().filter_map(|run| Some(run.world.last()?.0 - begin(run)));
-    let (unit, axis) = match longest.fold(0.0, f64::max) {
-        seconds if seconds < 600.0 => (1.0, "seconds"),
-        seconds if seconds < 36_000.0 => (60.0, "minutes"),
-        _ => (3600.0, "hours"),
-    };
+    let watts = over_steps(runs, axes, "Power", "watts of rank 0's GPU", |step| {
+        step.device.as_ref()?.watts
+    });
     let (mut lines, mut marks) = (Vec::new(), Vec::new());
     for (at, run) in runs.iter().enumerate() {
-        let place = |time: f64| (time - begin(run)) / unit;
-        let points = run.world.iter().map(|(time, ranks)| (place(*time), *ranks)).collect();
-        lines.push(Line { run: at, points });
-        for event in run.events.iter().filter(|event| event.at.is_some()) {
+        let place = |time: f64, y: f64| {
+            Point { seconds: run.times.seconds(time), y, ..Point::default() }
+        };
+        let points = run.world.iter().map(|(time, ranks)| place(*time, *ranks)).collect();
+        let name = if runs.len() == 1 { "ranks".to_string() } else { run.name.clone() };
+        lines.push(Line { run: at, name, style: Style::Plain, points });
+        for event in &run.events {
             let lost = event.event == "WorkerLost";
-            if lost || event.event == "AttemptStarted" {
-                let x = place(event.at.unwrap_or_default()).max(0.0);
-                marks.push(Mark { x, lost, title: format!("{}: {}", run.name, told(event)) });
+            if let Some(time) = event.at.filter(|_| lost || event.event == "AttemptStarted") {
+                let title = format!("{}: {}", run.name, told(event));
+                marks.push(Mark { at: place(time, 0.0), lost, title });
             }
         }
     }
     // What was lost is drawn over what began.
     marks.sort_by_key(|mark| mark.lost);
-    let about = "ranks over time";
-    let title = "World size";
-    let world = Chart { title, about, axis, lines, marks, from_zero: true, stairs: true }.draw();
-    [speed, waits, world].concat()
+    let (title, about) = ("World size", "ranks over time");
+    let (axes, from_zero) = (axes[2..].to_vec(), true);
+    let (stairs, main) = (true, false);
+    let world = Chart { title, about, axes, lines, marks, from_zero, stairs, main };
+    [speed, waits, watts, world.draw()].concat()
 }
 
-fn told(event: &Event) -> String {
-    if event.event == "SpecChanged" {
-        return format!("from here on {}", event.message);
+fn samples(run: &Run) -> String {
+    if run.samples.is_empty() {
+        return String::new();
     }
-    let who = event.worker.as_deref().or(event.node.as_deref()).unwrap_or("");
-    let what = match event.event.as_str() {
-        "AttemptStarted" => format!("attempt {} begins", event.attempt),
-        "WorkerLost" => format!("{who} is lost"),
-        other => other.to_string(),
+    let row = |(step, text): &(u64, String)| {
+        format!("<tr><td>step {step}</td><td class=\"what\">{}</td></tr>", escaped(text))
     };
-    let more = [&event.reason, &event.message].map(String::as_str);
-    let more: Vec<&str> = more.into_iter().filter(|more| !more.is_empty()).collect();
-    if more.is_empty() { what } else { format!("{what}: {}", more.join(": ")) }
-}
-
-fn routers(runs: &[Run]) -> String {
-    [
-        over_steps(runs, "Load of the busiest expert", "over the mean, worst layer", |step| {
-            step.expert_imbalance
-        }),
-        over_steps(runs, "Auxiliary loss", "unscaled", |step| step.aux_loss),
-        over_steps(runs, "Z loss", "unscaled", |step| step.z_loss.filter(|loss| *loss != 0.0)),
-        over_steps(runs, "Router entropy", "nats", |step| step.router_entropy),
-        over_steps(runs, "Switches of experts", "share of choices, token to token", |step| {
-            step.expert_switches
-        }),
-        over_steps(runs, "Churn", "share of held-out tokens with another favourite", |step| {
-            step.churn
-        }),
-        over_steps(runs, "Dropped choices", "share", |step| {
-            step.dropped_tokens.filter(|share| *share > 0.0)
-        }),
-        over_steps(runs, "Tokens without an expert", "share", |step| {
-            step.unrouted_tokens.filter(|share| *share > 0.0)
-        }),
-    ]
-    .concat()
+    let rows: String = run.samples.iter().map(row).collect();
+    format!("<div class=\"wide\"><table>{rows}</table></div>")
 }
 
 fn happenings(run: &Run) -> String {
-    let told_of: Vec<&Event> =
-        run.events.iter().filter(|event| TOLD.contains(&event.event.as_str())).collect();
-    if told_of.is_empty() {
+    let all = || run.events.iter().filter(|event| is_told(event));
+    if all().next().is_none() {
         return String::new();
     }
     let mut html = "<div class=\"wide\"><table><tr><th>time</th><th>attempt</th><th>step</th>\
                     <th>what</th></tr>"
         .to_string();
-    let left_out = told_of.len().saturating_sub(EVENTS_SHOWN);
-    for event in told_of.iter().take(EVENTS_SHOWN) {
+    let left_out = all().count().saturating_sub(EVENTS_SHOWN);
+    for event in all().take(EVENTS_SHOWN) {
         let step = event.step.map_or(String::new(), |step| step.to_string());
         let class = if event.event.ends_with("Lost") { " class=\"bad\"" } else { "" };
+        let time = event.time.replace('T', " ");
+        let time = time.split('.').next().unwrap_or_default();
         let _ = write!(
             html,
-            "<tr{class}><td>{}</td><td>{}</td><td>{step}</td>\
-             <td class=\"what\">{}</td></tr>",
-            escaped(&event.time.replace('T', " ")),
+            "<tr{class}><td>{}</td><td>{}</td><td>{step}</td><td class=\"what\">{}</td></tr>",
+            escaped(time),
             event.attempt,
             escaped(&told(event)),
         );
@@ -253,32 +387,28 @@ fn happenings(run: &Run) -> String {
     html
 }
 
-fn style() -> String {
-    let mut css = "body{font:15px/1.4 system-ui,sans-serif;color:#1b1f24;background:#fff;\
-        margin:0 auto;max-width:1320px;padding:12px}\
-        h1{font-size:1.4em;overflow-wrap:anywhere}h2{font-size:1.1em;margin:1.2em 0 .3em;\
-        overflow-wrap:anywhere}p{margin:.2em 0 .6em;color:#57606a}\
-        .grid-of{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,\
-        minmax(min(100%,380px),1fr))}\
-        figure{margin:0;min-width:0}figcaption{color:#57606a;font-size:.9em}\
-        figcaption b{color:#1b1f24}figure span{display:block;font-size:.85em}\
-        svg{display:block;width:100%;height:auto}.heat svg{border:1px solid #d0d7de}\
-        svg text{font-size:11px;fill:#57606a}.side{text-anchor:end}.below{text-anchor:middle}\
-        .grid{stroke:#e6e9ec;fill:none}\
-        polyline{fill:none;stroke:currentColor;stroke-width:1.3;stroke-linejoin:round}\
-        .begun path{stroke:#8c959f;stroke-dasharray:4 3}\
-        .lost path{stroke:#cf222e;stroke-width:1.2}.lost .full{fill:#cf222e}\
-        .wide{overflow-x:auto;grid-column:1/-1}table{border-collapse:collapse}\
-        th,td{text-align:left;padding:3px 12px 3px 0;border-bottom:1px solid #e6e9ec;\
-        vertical-align:top;white-space:nowrap}th{font-weight:600}\
-        .what{white-space:normal;min-width:16em}.bad td{color:#cf222e}\
-        i{display:inline-block;width:12px;height:12px;margin:0 1px -2px}"
-        .to_string();
-    for (at, colour) in COLOURS.iter().enumerate() {
-        let _ = write!(css, ".c{at}{{color:{colour}}}");
-    }
-    for (at, colour) in heat::colours().iter().enumerate() {
-        let _ = write!(css, ".h{at}{{fill:{colour};background:{colour}}}");
-    }
-    css
+fn routers(runs: &[Run], axes: &[Axis]) -> String {
+    [
+        over_steps(runs, axes, "Load of the busiest expert", "over the mean, worst layer", |step| {
+            step.expert_imbalance
+        }),
+        over_steps(runs, axes, "Auxiliary loss", "unscaled", |step| step.aux_loss),
+        over_steps(runs, axes, "Z loss", "unscaled", |step| {
+            step.z_loss.filter(|loss| *loss != 0.0)
+        }),
+        over_steps(runs, axes, "Router entropy", "nats", |step| step.router_entropy),
+        over_steps(runs, axes, "Switches of experts", "share of choices, token to token", |step| {
+            step.expert_switches
+        }),
+        over_steps(runs, axes, "Churn", "share of held-out tokens with another favourite", |step| {
+            step.churn
+        }),
+        over_steps(runs, axes, "Dropped choices", "share", |step| {
+            step.dropped_tokens.filter(|share| *share > 0.0)
+        }),
+        over_steps(runs, axes, "Tokens without an expert", "share", |step| {
+            step.unrouted_tokens.filter(|share| *share > 0.0)
+        }),
+    ]
+    .concat()
 }

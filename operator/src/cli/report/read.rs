@@ -1,15 +1,22 @@
 //! A run's folder -> what of it is drawn.
 
-use crate::cli::args::or_its_runs;
+use super::time::{Beat, Times};use crate::cli::args::or_its_runs;
+use crate::cli::moe::table::millis;
 use crate::cli::out::io;
+use moe_worker::data::Listing;
+use moejob_protocol::Mesh;
+use moejob_protocol::report::{DeviceReport, Phases, Stalls};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 /// A longer line is none that a run writes.
 const LINE_BYTES_MAX: usize = 8 << 20;
+/// More is no file of a run.
+const JOB_BYTES_MAX: u64 = 4 << 20;
 /// Steps of which the load of every expert is kept; beyond it every second one goes.
 const LOADS_MAX: usize = 1024;
 /// Events that are kept: what happens more often is not read by anybody.
@@ -27,6 +34,27 @@ pub struct Run {
     /// Ranks over time, where they changed: (seconds since 1970, ranks).
     pub world: Vec<(f64, f64)>,
     pub unreadable: u64,
+    /// The part of its manifest that is kept. It is null where there is none.
+    pub spec: Value,
+    /// Its files and tokens.
+    pub data: Option<Listing>,
+    pub times: Times,
+    /// Joules that its GPUs took, were all of them like rank 0's; none where no GPU tells.
+    pub joules: Option<f64>,
+    /// Steps of kept checkpoints, and what the model says at each where it was asked.
+    pub samples: Vec<(u64, String)>,
+}
+
+impl Run {
+    /// The newest of them.
+    pub fn started(&self) -> Option<&Event> {
+        self.events.iter().rev().find(|event| event.event == "RunStarted")
+    }
+
+    /// Nodes of its largest gang.
+    pub fn nodes(&self) -> Option<u64> {
+        self.events.iter().filter_map(|event| event.nodes).max()
+    }
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -51,8 +79,12 @@ pub struct Step {
     pub unrouted_tokens: Option<f64>,
     pub expert_switches: Option<f64>,
     pub churn: Option<f64>,
-    tokens_per_expert: Vec<Vec<f64>>,
-    time: String,
+    pub device: Option<DeviceReport>,
+    pub(super) stalls: Stalls,
+    pub(super) phases: Phases,
+    pub(super) wall_tokens_per_second: f64,
+    pub(super) tokens_per_expert: Vec<Vec<f64>>,
+    pub(super) time: String,
     /// Seconds since 1970.
     #[serde(skip)]
     pub at: Option<f64>,
@@ -76,8 +108,28 @@ pub struct Event {
     pub worker: Option<String>,
     pub node: Option<String>,
     pub step: Option<u64>,
+    pub rank: Option<u64>,
+    /// Ranks of an attempt.
+    pub(super) mesh: Value,
+    pub nodes: Option<u64>,
+    /// Fields of a recovery.
+    pub first_step_ms: Option<u64>,
+    pub steps_lost: Option<u64>,
+    /// Fields of a start: the words that were typed, the program, the machine, the price of a node
+    /// and hour.
+    pub command: Option<String>,
+    pub version: Option<String>,
+    pub machine: Option<String>,
+    pub price: Option<f64>,
     #[serde(skip)]
     pub at: Option<f64>,
+}
+
+impl Event {
+    /// Ranks of an attempt.
+    pub fn ranks(&self) -> Option<u32> {
+        Some(serde_json::from_value::<Mesh>(self.mesh.clone()).ok()?.world())
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -107,6 +159,8 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
         Run { name: name.unwrap_or_else(|| path.display().to_string()), ..Run::default() };
     let (mut steps, mut loads, mut every) = (BTreeMap::new(), BTreeMap::new(), 1);
     let mut unreadable = 0;
+    let mut beats: Vec<(u64, Beat)> = Vec::new();
+    let mut before = 0.0;
     lines(&metrics, |line| {
         let Ok(mut step) = serde_json::from_str::<Step>(line) else {
             unreadable += 1;
@@ -121,6 +175,16 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
                 loads.retain(|step, _| step.is_multiple_of(every));
             }
         }
+        let tokens = step.tokens.unwrap_or(0.0);
+        if let Some(at) = step.at {
+            let beat = Beat { at, attempt: step.attempt, ..step.beat(tokens - before) };
+            beats.push((step.step, beat));
+            let watts = step.device.as_ref().and_then(|device| device.watts);
+            if let (Some(watts), Some(world)) = (watts, step.world_size) {
+                *run.joules.get_or_insert(0.0) += watts * world * beat.seconds;
+            }
+        }
+        before = tokens;
         if let (Some(at), Some(world)) = (step.at, step.world_size)
             && run.world.last().is_none_or(|(_, last)| *last != world)
         {
@@ -157,7 +221,44 @@ pub fn read(path: &Path) -> Result<Run, ReadError> {
         unreadable += 1;
     }
     run.unreadable = unreadable;
+    // A step was lost where one of as low a number came later.
+    let mut least = u64::MAX;
+    for (step, beat) in beats.iter_mut().rev() {
+        beat.lost = *step >= least;
+        least = least.min(*step);
+    }
+    let beats: Vec<Beat> = beats.into_iter().map(|(_, beat)| beat).collect();
+    run.times = Times::of(&beats, &run.events);
+    run.spec = spec(path);
+    run.data = Listing::read(&path.join("checkpoints"));
     Ok(run)
+}
+
+impl Step {
+    /// The time of the step, which had so many tokens.
+    fn beat(&self, tokens: f64) -> Beat {
+        let all: f64 = self.phases.parts().iter().map(|(_, seconds)| seconds).sum();
+        let rate = match self.wall_tokens_per_second {
+            rate if rate > 0.0 => rate,
+            _ => self.tokens_per_second.unwrap_or(0.0),
+        };
+        let seconds = match (all > 0.0, rate > 0.0) {
+            (true, _) => all,
+            (false, true) => tokens.max(0.0) / rate,
+            (false, false) => 0.0,
+        };
+        let waited = self.stalls.data + self.stalls.snapshot + self.stalls.checkpoint;
+        Beat { seconds, waited, ..Beat::default() }
+    }
+}
+
+/// `job.json` as far as it tells what was trained. A folder of metrics alone has none.
+fn spec(path: &Path) -> Value {
+    let mut text = Vec::new();
+    let read = File::open(path.join("job.json"))
+        .and_then(|file| file.take(JOB_BYTES_MAX).read_to_end(&mut text));
+    let job = read.ok().and_then(|_| serde_json::from_slice::<Value>(&text).ok());
+    job.map_or(Value::Null, |mut job| job["spec"].take())
 }
 
 fn lines(path: &Path, mut each: impl FnMut(&str)) -> std::io::Result<()> {
@@ -176,35 +277,7 @@ fn lines(path: &Path, mut each: impl FnMut(&str)) -> std::io::Result<()> {
     }
 }
 
-/// `2026-01-31T12:34:56.789Z` -> seconds since 1970.
+/// Seconds from 1970 to a time as Kubernetes writes it.
 fn seconds(time: &str) -> Option<f64> {
-    let (date, rest) = time.split_once('T')?;
-    let clock = rest.strip_suffix('Z').or_else(|| rest.strip_suffix("+00:00"))?;
-    let mut date = date.splitn(3, '-').map(|part| part.parse::<i64>().ok());
-    let (year, month, day) = (date.next()??, date.next()??, date.next()??);
-    let mut clock = clock.splitn(3, ':').map(|part| part.parse::<f64>().ok());
-    let (hour, minute, second) = (clock.next()??, clock.next()??, clock.next()??);
-    let plausible = (1970..10_000).contains(&year) && (1..=12).contains(&month);
-    if !plausible || !(1..=31).contains(&day) {
-        return None;
-    }
-    // Days since 1970 of the Gregorian calendar, the year beginning in March.
-    let (y, m) = if month <= 2 { (year - 1, month + 9) } else { (year, month - 3) };
-    let days = 365 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day - 1 - 719_468;
-    Some(days as f64 * 86_400.0 + hour * 3600.0 + minute * 60.0 + second)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_seconds() {
-        assert_eq!(seconds("1970-01-01T00:00:00Z"), Some(0.0));
-        assert_eq!(seconds("2000-03-01T00:00:00Z"), Some(951_868_800.0));
-        assert_eq!(seconds("2026-11-22T14:11:00.5Z"), Some(1_795_356_660.5));
-        for nonsense in ["", "T", "2026-13-01T00:00:00Z", "yesterday", "2026-01-01T00:00"] {
-            assert_eq!(seconds(nonsense), None, "{nonsense}");
-        }
-    }
+    Some(millis(time)? as f64 / 1000.0)
 }
