@@ -19,6 +19,7 @@
 mod eligible;
 mod lend;
 mod memory;
+mod missing;
 
 pub use eligible::{
     Against, Needs, Taint, Toleration, is_pause, unhealthy, unhealthy_label,
@@ -137,18 +138,6 @@ pub struct Granted {
     /// Where some are missing: host names of nodes that a worker of it fits on now. A pod that
     /// shows which are missing stands on none of them.
     pub there: Vec<String>,
-}
-
-impl Allocation {
-    /// All jobs together miss so many nodes at most; those that are served first miss theirs first.
-    pub fn bound_missing(&mut self, jobs: &[Demand], most: u32) {
-        let mut left = most;
-        for job in in_order(jobs) {
-            let Some(granted) = self.jobs.get_mut(&job.uid) else { continue };
-            granted.missing = granted.missing.min(left);
-            left -= granted.missing;
-        }
-    }
 }
 
 /// As they are served.

@@ -1,12 +1,8 @@
 //! What jobs have that come behind one that waits, and how much of it that one calls back.
 
-use super::{Allocator, ClusterNode, Demand, RESERVED_MAX, Standing};
-use crate::pods::LABEL_HOST;
+use super::{Allocator, Demand, RESERVED_MAX, Standing};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
-
-/// Host names that a pod is kept from, at most.
-const THERE_MAX: usize = 512;
 
 /// What a job calls back from those behind it.
 struct Call {
@@ -174,13 +170,5 @@ impl<'a> Allocator<'a> {
         resting.iter().chain(beside).for_each(|at| self.free[*at] = false);
         let names: Vec<&str> = resting.iter().map(|at| self.nodes[*at].name.as_str()).collect();
         Some(format!("; kept for it while its workers rest there: {}", names.join(", ")))
-    }
-    /// Host names of the nodes on which a worker of the job fits now, so many at most.
-    pub(super) fn there(&mut self, job: &'a Demand) -> Vec<String> {
-        let verdicts = self.verdicts(&job.needs);
-        let of_all = self.nodes.iter().zip(&self.verdicts[verdicts].1);
-        let fit = of_all.filter(|(_, against)| against.is_none());
-        let host = |node: &ClusterNode| node.labels.get(LABEL_HOST).unwrap_or(&node.name).clone();
-        fit.map(|(node, _)| host(node)).take(THERE_MAX).collect()
     }
 }
