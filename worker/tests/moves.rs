@@ -8,7 +8,7 @@ use moe_worker::attempt::trainer::Trainer;
 use moe_worker::gang::comm::CommError;
 use moe_worker::state::moves::Moves;
 use moe_worker::state::rank::{StateTable, needed};
-use moe_worker::state::slot::Soundness;
+use moe_worker::state::checksum::Soundness;
 use moe_worker::state::slots::Memory;
 use moe_worker::state::snapshot::shard_runs;
 use moejob_kernels::DType;

@@ -16,8 +16,9 @@ use crate::checkpoint::fence::{self, FenceError};
 use crate::checkpoint::look::{Looked, claim_of_another, others_claims, resumed_step};
 use crate::checkpoint::{Disk, Found, Newest, Refusal, newest_by};
 use crate::gang::comm::{Comm, CommError};
+use crate::state::checksum::Soundness;
 use crate::state::rank::RankState;
-use crate::state::slot::{Slot, Soundness};
+use crate::state::slot::Slot;
 use crate::state::slots::Memory;
 use moejob_protocol::WorkerConfig;
 use moejob_protocol::checkpoint::ScaleEntry;
@@ -311,8 +312,8 @@ pub(crate) fn near_shards(
 }
 
 /// This rank's shards that are compared with their checksums, as the others do with theirs, beside
-/// what is done with them. One that is not sound is given up and ends the attempt, whatever was made
-/// of it: the next one resumes from another copy, or from an older state.
+/// what is done with them. One that is not sound is given up and ends the attempt, whatever was
+/// made of it: the next one resumes from another copy, or from an older state.
 pub(crate) struct Sums {
     /// The first one that is not sound.
     compared: JoinHandle<Option<(u32, Soundness)>>,

@@ -1,5 +1,6 @@
 //! What a rank owns of the training's state, and how it moves between ranks.
 
+pub mod checksum;
 pub mod copy;
 pub mod farewell;
 mod holders;

@@ -14,11 +14,11 @@
 //! it is compared before anybody resumes from it.
 
 use crate::gang::memory::Mapping;
+use crate::state::checksum::{SUM_THREADS_BESIDE, SUM_THREADS_RESUME, Soundness, checksum};
 use crate::state::copy::threads_for;
 use crate::state::farewell::{Farewell, Tell};
 use moejob_kernels::cuda::{CudaError, Gpu, Registered};
 use moejob_kernels::Pages;
-use moejob_kernels::threads::begin;
 use moejob_protocol::checkpoint::ScaleEntry;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::fstat;
@@ -57,16 +57,6 @@ const REST_THREADS_BESIDE: usize = 2;
 /// A checksum of which no further byte was summed for so long is waited for no more. A shard is as
 /// large as the model makes it, so there is no limit for all of it.
 const SUM_PAUSE_MAX: Duration = Duration::from_secs(60);
-
-/// Whether bytes in memory are those that were complete once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Soundness {
-    Sound,
-    /// They are others, or they belong to nothing any more.
-    Damaged,
-    /// Nobody makes their checksum.
-    NotSummed,
-}
 
 /// A shard in memory; its bytes stay as long as somebody holds it.
 #[derive(Debug)]
@@ -330,57 +320,6 @@ impl Slot {
 /// The number of its file, by which the kernel tells files in memory apart.
 pub(super) fn id_of(file: impl AsFd) -> io::Result<u64> {
     Ok(fstat(file)?.st_ino)
-}
-
-/// Bytes that one thread hashes at a time.
-pub(super) const CHECKSUM_CHUNK: usize = 4 << 20;
-/// Threads that hash at once while everybody waits: together they read about as fast as memory
-/// gives.
-const SUM_THREADS_RESUME: usize = 8;
-/// Threads that hash beside the steps.
-const SUM_THREADS_BESIDE: usize = 2;
-
-/// BLAKE3 of the label and of the hashes of all chunks, which several threads make. They add to a
-/// count of bytes while they do.
-fn checksum(
-    label: Label,
-    loss_scale: Option<ScaleEntry>,
-    (bytes, summed): (&[u8], &AtomicU64),
-    threads_max: usize,
-) -> [u8; 32] {
-    let chunks: Vec<&[u8]> = bytes.chunks(CHECKSUM_CHUNK).collect();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = cores.min(threads_max).min(chunks.len()).max(1);
-    let hashed = |own: &[&[u8]]| -> Vec<blake3::Hash> {
-        let hash = |chunk: &&[u8]| {
-            let hash = blake3::hash(chunk);
-            summed.fetch_add(chunk.len() as u64, Ordering::SeqCst);
-            hash
-        };
-        own.iter().map(hash).collect()
-    };
-    let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&label.attempt.to_le_bytes());
-    hasher.update(&label.step.to_le_bytes());
-    hasher.update(&label.shard.to_le_bytes());
-    hasher.update(&(bytes.len() as u64).to_le_bytes());
-    if let Some(ScaleEntry { scale, good_steps }) = loss_scale {
-        hasher.update(&scale.to_le_bytes());
-        hasher.update(&good_steps.to_le_bytes());
-    }
-    std::thread::scope(|scope| {
-        let first = parts.next().unwrap_or_default();
-        let others: Vec<_> = parts.map(|own| begin(scope, move || hashed(own))).collect();
-        let mut all = hashed(first);
-        for other in others {
-            all.extend(other.join().expect("hashing does not panic"));
-        }
-        for hash in all {
-            hasher.update(hash.as_bytes());
-        }
-    });
-    *hasher.finalize().as_bytes()
 }
 
 impl Deref for Slot {

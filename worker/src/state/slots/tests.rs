@@ -1,5 +1,6 @@
 use super::*;
-use crate::state::slot::{BYTES, CHECKSUM_CHUNK, Soundness};
+use crate::state::checksum::{CHECKSUM_CHUNK, Soundness};
+use crate::state::slot::BYTES;
 use moejob_kernels::Pages;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
