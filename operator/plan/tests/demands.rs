@@ -157,22 +157,29 @@ fn pods_of_a_job_that_is_not_planned_keep_their_nodes() {
 /// The time stands in the status, so that the next leader knows it, too.
 #[test]
 fn who_waits_since_when_is_asked_of_the_status_and_a_refused_job_stops_nobody() {
-    let planned = |uid: &str, status: &str, saved: &Saved| {
-        let condition = Condition {
-            type_: "Planned".into(),
-            status: status.into(),
-            reason: String::new(),
-            message: String::new(),
-            last_transition_time: Some("2023-11-14T22:00:00Z".into()),
-        };
+    let condition = |kind: &str, status: &str, at: &str| Condition {
+        type_: kind.into(),
+        status: status.into(),
+        reason: String::new(),
+        message: String::new(),
+        last_transition_time: Some(format!("2023-11-14T22:{at}Z")),
+    };
+    let told = |uid: &str, conditions: Vec<Condition>, saved: &Saved| {
         let seen = seen(uid, uid, saved);
         let told = MoeJobStatus {
-            conditions: vec![condition],
+            conditions,
             record: seen.status["record"].as_str().unwrap_or_default().into(),
             record_more: seen.status["recordMore"].as_str().unwrap_or_default().into(),
             ..MoeJobStatus::default()
         };
         JobSeen { status: serde_json::to_value(told).expect("a status"), ..seen }
+    };
+    let planned = |uid: &str, status: &str, saved: &Saved| {
+        told(uid, vec![condition("Planned", status, "00:00")], saved)
+    };
+    let held = |is: &str| {
+        let suspended = condition("Suspended", is, "00:09");
+        told("b", vec![condition("Planned", "False", "00:00"), suspended], &Saved::default())
     };
     let asked = |seen: &JobSeen| {
         let led = lead(seen);
@@ -181,8 +188,13 @@ fn who_waits_since_when_is_asked_of_the_status_and_a_refused_job_stops_nobody() 
     };
     let since = Some(1_699_999_200_000);
     let (new, runs) = (Saved::default(), training(More::default()));
-    assert_eq!(asked(&seen("b", "b", &new)), (7, true, Some(98)), "since it was made");
-    assert_eq!(asked(&planned("b", "False", &new)), (7, true, since), "it waits");
+    // A wait begins at the end of a second: who has got its nodes in that one has passed nobody.
+    let waits = since.map(|at| at + 999);
+    assert_eq!(asked(&seen("b", "b", &new)), (7, true, Some(98 + 999)), "since it was made");
+    assert_eq!(asked(&planned("b", "False", &new)), (7, true, waits), "it waits");
+    assert_eq!(asked(&held("True")), (7, true, None), "it is suspended");
+    let again = waits.map(|at| at + 9_000);
+    assert_eq!(asked(&held("False")), (7, true, again), "since it goes on");
     assert_eq!(asked(&planned("a", "True", &runs)), (7, true, since), "it has its gang");
     assert_eq!(asked(&planned("a", "False", &runs)), (7, true, None), "it has just got it");
     assert_eq!(asked(&planned("b", "True", &new)), (7, true, None), "it has just lost it");
