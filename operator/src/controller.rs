@@ -13,7 +13,7 @@ mod clock;
 mod crew;
 mod judging;
 
-pub use clock::Clock;
+pub use clock::{Clock, now};
 
 use crate::apply::Writer;
 use crate::control::Told;
@@ -310,7 +310,7 @@ impl Controller {
         let held = self.cluster.held().collect();
         let demands = lead::demands(jobs, held, |class| self.cluster.priority(class));
         self.allocation = allocate(ground, &demands, &self.memory, now);
-        self.allocation.bound_missing(&demands, self.operator.placeholders_max);
+        self.allocation.bound_missing(ground, &demands, self.operator.placeholders_max);
         for (owner, job) in &mut self.jobs {
             let granted = self.allocation.jobs.get(&**owner).cloned().unwrap_or_default();
             job.job.on(Event::Granted(granted), now);

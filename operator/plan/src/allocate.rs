@@ -10,8 +10,8 @@
 //! does not fit gets nothing, and gives back what it has unless its gang runs; so a smaller job may
 //! pass it, and two jobs that fit only one at a time never hold half of their nodes each.
 //!
-//! What a gang has beyond its least one is lent, and so is all that a job has which has passed
-//! another one, or is of a lower priority. A job that waits calls back as much of it as it lacks
+//! A gang has been lent its nodes beyond the least ones, and a job that has passed another one, or
+//! is of a lower priority, all that it has. A job that waits calls back as much of it as it lacks
 //! from jobs behind it, the last one first, if it fits then, and keeps what is free meanwhile. They
 //! shrink where that is enough. So nobody waits for a job behind it, and no node idles for one that
 //! cannot start yet.
@@ -135,8 +135,8 @@ pub struct Granted {
     pub fabric: Option<FabricFacts>,
     /// Nodes that its least gang lacks, and that no other job is to give it.
     pub missing: u32,
-    /// Where some are missing: host names of nodes that a worker of it fits on now. A pod that
-    /// shows which are missing stands on none of them.
+    /// Host names of nodes that a worker of it fits on now, where some are missing: a pod that
+    /// shows those stands on none of these. [`Allocation::bound_missing`] names them.
     pub there: Vec<String>,
 }
 
@@ -306,7 +306,7 @@ pub fn allocate(ground: &Ground, jobs: &[Demand], memory: &Memory, now: Millis) 
     Allocation { jobs: jobs_granted, requeue: allocator.requeue }
 }
 
-/// Of each job one of its `count` smallest gangs, the largest that can be.
+/// Gives each job one of its `count` smallest gangs, the largest that can be.
 fn gangs<'a>(
     ground: &'a Ground,
     jobs: &'a [&'a Demand],
@@ -327,8 +327,8 @@ struct Allocator<'a> {
     jobs: &'a [&'a Demand],
     /// Nobody has it, and nobody has been given it.
     free: Vec<bool>,
-    /// Of a node the rank of the job that has it, and of each rank how many nodes it has beyond its
-    /// least gang.
+    /// By node the rank of the job that has it, and by rank how many nodes it has beyond its least
+    /// gang.
     borrower: Vec<Option<usize>>,
     lent: BTreeMap<usize, usize>,
     /// Called back from its borrower.
@@ -353,7 +353,6 @@ struct Given {
     why: String,
     /// Nodes that its least gang lacks, and that no other job is to give it.
     missing: u32,
-    there: Vec<String>,
 }
 
 impl<'a> Allocator<'a> {
@@ -440,9 +439,7 @@ impl<'a> Allocator<'a> {
                 let lacks = *least - possible;
                 let reserved = if given.keeps { self.reserve(job, lacks, &ordered) } else { None };
                 let comes = reserved.or_else(|| self.call_back(rank, &stay, &candidates));
-                if comes.is_none() {
-                    (given.missing, given.there) = (lacks, self.there(job));
-                }
+                given.missing = if comes.is_some() { 0 } else { lacks };
                 let fate = match (own, given.keeps) {
                     (0, _) => "it holds nothing",
                     _ if given.own.iter().all(|at| self.called_back[*at]) => {
@@ -538,7 +535,7 @@ impl<'a> Allocator<'a> {
         given.rest.retain(|at| self.free[*at]);
         let own = given.own.iter().filter(|at| self.keeps(job, **at));
         let stay: Vec<usize> = own.copied().collect();
-        // What is on its way out counts as there, unless a gang can be formed without it.
+        // A worker on its way out counts as there, unless a gang can be formed without it.
         let here = stay.iter().filter(|at| !self.leaves(job, **at)).count();
         let mut sizes = job.sizes.iter().take(count).map(|size| *size as usize);
         let most = given.new.len() + given.rest.len();
@@ -577,9 +574,9 @@ impl<'a> Allocator<'a> {
     }
 
     fn grant(&self, job: &Demand, given: Given) -> Granted {
-        let Given { own, new, keeps, why, missing, there, .. } = given;
+        let Given { own, new, keeps, why, missing, .. } = given;
         if !keeps {
-            return Granted { why, missing, there, ..Granted::default() };
+            return Granted { why, missing, ..Granted::default() };
         }
         let all: Vec<usize> = own.iter().chain(&new).copied().collect();
         let most = job.sizes.last().copied().unwrap_or(0);
@@ -602,7 +599,8 @@ impl<'a> Allocator<'a> {
             freezes: self.nodes[at].freezes,
             leaf: self.places.part(Level::Leaf, at),
         };
-        Granted { nodes: ordered.into_iter().map(node).collect(), why, fabric, missing, there }
+        let nodes = ordered.into_iter().map(node).collect();
+        Granted { nodes, why, fabric, missing, ..Granted::default() }
     }
 
     /// Those that make the gang change places among each other, so that ranks in this order cost

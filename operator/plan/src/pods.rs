@@ -39,7 +39,7 @@ pub const TERMINATION_GRACE_S: u64 = 600;
 
 /// What stands between a job's name and the number of a placeholder.
 const PLACEHOLDER: &str = "-placeholder-";
-/// Of a node, by which pods are kept from it.
+/// The label of a node by which pods are kept from it.
 pub const LABEL_HOST: &str = "kubernetes.io/hostname";
 
 /// The user that a worker runs as, the same as the operator's and as in our image.

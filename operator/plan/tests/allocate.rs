@@ -30,7 +30,9 @@ struct Cluster {
 
 fn allocate(cluster: &Cluster, memory: &Memory, now: u64) -> Allocation {
     let ground = Ground::new(cluster.nodes.clone(), &Keys::default());
-    allocate::allocate(&ground, &cluster.jobs, memory, now)
+    let mut made = allocate::allocate(&ground, &cluster.jobs, memory, now);
+    made.bound_missing(&ground, &cluster.jobs, u32::MAX);
+    made
 }
 
 #[derive(Default)]

@@ -357,7 +357,7 @@ fn missing_nodes_of_all_jobs_are_bounded_in_the_order_of_the_jobs() {
     let missing = |of: &[usize], most: u32| {
         let jobs: Vec<Demand> = of.iter().map(|number| world.jobs[number].clone()).collect();
         let mut made = allocate(&world.ground, &jobs, &Memory::default(), 0);
-        made.bound_missing(&jobs, most);
+        made.bound_missing(&world.ground, &jobs, most);
         jobs.iter().map(|job| made.jobs[&job.uid].missing).collect::<Vec<_>>()
     };
     assert_eq!(missing(&[0, 1, 2, 3], 64), [6, 4, 0, 3]);

@@ -2,6 +2,7 @@
 
 use moe_worker::failure::chain;
 use moe_worker::life::preflight::nccl;
+use moejob_kernels::memory_bounds::{BoundSource, MemoryBounds};
 use moejob_kernels::cuda::{VisibleGpu, given_words, missing_libraries, visible_gpus};
 use moejob_manifest::Job;
 use moejob_manifest::profile::Backend;
@@ -10,17 +11,15 @@ use moejob_plan::placement::gib;
 
 /// This machine in some words: its processors and their memory.
 pub fn words() -> String {
-    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    let value = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name))?;
-        Some(line.split_once(':')?.1.trim().to_string())
-    };
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find(|line| line.starts_with("model name"));
+    let model = model.and_then(|line| Some(line.split_once(':')?.1.trim().to_string()));
+    let bounds = MemoryBounds::of_this_process().bounds;
+    let memory = bounds.iter().find(|bound| bound.by == BoundSource::Machine);
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let mut words = vec![several(cores, "core")];
-    words.extend(value(&read("/proc/cpuinfo"), "model name"));
-    let memory = value(&read("/proc/meminfo"), "MemTotal");
-    let kib = memory.and_then(|text| text.split(' ').next()?.parse::<u64>().ok());
-    words.extend(kib.map(|kib| gib(kib << 10)));
+    words.extend(model);
+    words.extend(memory.map(|memory| gib(memory.limit)));
     words.join(", ")
 }
 

@@ -5,6 +5,7 @@
 //! DIR/NAME: job.json, lock, metrics.jsonl, events.jsonl --read--> Seen --> rows, pages, lines
 //! ```
 
+use crate::controller::now;
 use super::args::{RUNS, is_run, or_its_runs, whole, word};
 use super::moe::table::{Table, age, millis, short};
 use super::validate::Output;
@@ -20,7 +21,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 /// Bytes at the end of a file in which its last lines are looked for.
 const TAIL_BYTES: u64 = 1 << 20;
@@ -289,11 +290,6 @@ fn lines_from(path: &Path, from: u64) -> (Vec<Value>, u64) {
         line.clear();
     }
     (found, at)
-}
-
-fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_millis() as u64
 }
 
 impl Seen {

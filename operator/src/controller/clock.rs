@@ -3,6 +3,11 @@
 use moejob_plan::observed::Millis;
 use std::time::{Instant, SystemTime};
 
+/// Milliseconds since 1970, by the machine's clock.
+pub fn now() -> Millis {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_millis() as Millis
+}
+
 /// Milliseconds since 1970 that never go back: the next leader reads them in the record.
 #[derive(Clone, Copy)]
 pub struct Clock {
@@ -12,8 +17,7 @@ pub struct Clock {
 
 impl Clock {
     pub fn start() -> Clock {
-        let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-        Clock { start: Instant::now(), start_millis: since.as_millis() as Millis }
+        Clock { start: Instant::now(), start_millis: now() }
     }
 
     pub fn now(&self) -> Millis {

@@ -9,7 +9,6 @@
 //! more which checkpoint is best, so that all that are there then stay.
 
 use super::{Disk, list};
-use crate::failure::chain;
 use moejob_protocol::checkpoint::directory_name;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -48,13 +47,16 @@ pub struct Best {
 
 impl Best {
     /// As the attempts before have left it. What counts is a checkpoint that is there.
-    pub fn open(location: &Path, disk: &Disk) -> Best {
-        let Kept { best, candidates, mut unknown } = read(location, disk);
+    ///
+    /// # Errors
+    /// The file, or the location, cannot be read or written.
+    pub fn open(location: &Path, disk: &Disk) -> io::Result<Best> {
+        let Kept { best, candidates, mut unknown } = read(location, disk)?;
         let is_there = |step: u64| location.join(directory_name(step)).is_dir();
         let best = best.iter().chain(&candidates).rfind(|of| is_there(of.step)).copied();
         unknown.retain(|step| is_there(*step));
         let kept = Kept { best, candidates: Vec::new(), unknown };
-        Best { location: location.to_path_buf(), disk: disk.clone(), kept }
+        Ok(Best { location: location.to_path_buf(), disk: disk.clone(), kept })
     }
 
     /// A checkpoint of `step` is about to begin, and this is its held-out loss.
@@ -102,45 +104,51 @@ impl Kept {
 }
 
 /// Steps whose checkpoints `prune` leaves where they are.
-pub fn spared(location: &Path, disk: &Disk) -> Vec<u64> {
-    let Kept { best, candidates, unknown } = read(location, disk);
-    best.iter().chain(&candidates).map(|of| of.step).chain(unknown).collect()
+///
+/// # Errors
+/// The file, or the location, cannot be read or written.
+pub fn spared(location: &Path, disk: &Disk) -> io::Result<Vec<u64>> {
+    let Kept { best, candidates, unknown } = read(location, disk)?;
+    Ok(best.iter().chain(&candidates).map(|of| of.step).chain(unknown).collect())
 }
 
-/// What the file says. Where it cannot be read, a new one says which checkpoints are there.
-fn read(location: &Path, disk: &Disk) -> Kept {
+/// The words of the file. Where it has others than ours, a new one names the checkpoints that are
+/// there; storage that stumbles changes nothing.
+fn read(location: &Path, disk: &Disk) -> io::Result<Kept> {
     let path = location.join(FILE);
-    let why = match std::fs::metadata(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Kept::default(),
-        Err(error) => chain(&error),
+    let text = match std::fs::metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Kept::default()),
+        Err(error) => return Err(error),
+        Ok(of) if of.is_file() => std::fs::read(&path)?,
         // Of a pipe nothing would ever come.
-        Ok(of) if !of.is_file() => "it is no file".to_string(),
-        Ok(_) => match std::fs::read(&path) {
-            Err(error) => chain(&error),
-            Ok(text) => match serde_json::from_slice(&text) {
-                Ok(kept) => return kept,
-                Err(error) => chain(&error),
-            },
-        },
+        Ok(_) => Vec::new(),
     };
-    let all = list(disk, location).unwrap_or_default();
-    let kept = Kept { unknown: all.iter().map(|found| found.step).collect(), ..Kept::default() };
+    let error = match serde_json::from_slice(&text) {
+        Ok(kept) => return Ok(kept),
+        Err(error) => error,
+    };
+    let unknown: Vec<u64> = list(disk, location)?.iter().map(|found| found.step).collect();
     tracing::warn!(
-        "{}: {why}; which checkpoint is best is not known any more, so all that are there stay \
-         ({:?}): remove those that you do not need",
-        path.display(),
-        kept.unknown
+        "{}: {error}; which checkpoint is best is not known any more, so all that are there stay \
+         ({unknown:?}): remove those that you do not need",
+        path.display()
     );
-    // Without it the next reader finds the same, and no checkpoint goes.
-    if let Err(error) = kept.write(location, disk) {
-        tracing::warn!("{}: {error}", path.display());
-    }
-    kept
+    let kept = Kept { unknown, ..Kept::default() };
+    kept.write(location, disk)?;
+    Ok(kept)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn spared(location: &Path) -> Vec<u64> {
+        super::spared(location, &Disk::real()).expect("read")
+    }
+
+    fn open(location: &Path) -> Best {
+        Best::open(location, &Disk::real()).expect("read")
+    }
 
     #[test]
     fn a_better_one_takes_its_place_once_it_is_committed() {
@@ -150,32 +158,32 @@ mod tests {
             std::fs::create_dir(location.join(directory_name(step))).expect("a folder");
             best.committed(step).expect("written");
         };
-        let mut best = Best::open(location, &Disk::real());
+        let mut best = open(location);
         best.begins(10, 2.0).expect("written");
         commit(&mut best, 10);
-        assert_eq!(spared(location, &Disk::real()), [10]);
+        assert_eq!(spared(location), [10]);
         for (step, loss) in [(20, 2.5), (30, f64::NAN), (40, 2.0)] {
             best.begins(step, loss).expect("nothing to write");
             commit(&mut best, step);
-            assert_eq!(spared(location, &Disk::real()), [10], "{step}");
+            assert_eq!(spared(location), [10], "{step}");
         }
         best.begins(50, 1.5).expect("written");
-        assert_eq!(spared(location, &Disk::real()), [10, 50], "both, until it is known which");
+        assert_eq!(spared(location), [10, 50], "both, until it is known which");
         // It ended in between: the file tells whether the checkpoint came to be.
-        assert_eq!(Best::open(location, &Disk::real()).kept.best.map(|best| best.step), Some(10));
+        assert_eq!(open(location).kept.best.map(|best| best.step), Some(10));
         // Storage is behind: the next ones are measured before that one is committed.
         for (step, loss) in [(60, 1.2), (70, 1.3)] {
             best.begins(step, loss).expect("written");
         }
-        assert_eq!(spared(location, &Disk::real()), [10, 50, 60]);
+        assert_eq!(spared(location), [10, 50, 60]);
         commit(&mut best, 50);
-        assert_eq!(spared(location, &Disk::real()), [50, 60]);
+        assert_eq!(spared(location), [50, 60]);
         for step in [60, 70] {
             commit(&mut best, step);
-            assert_eq!(spared(location, &Disk::real()), [60]);
+            assert_eq!(spared(location), [60]);
         }
         std::fs::remove_dir(location.join(directory_name(60))).expect("removed by hand");
-        assert_eq!(Best::open(location, &Disk::real()).kept, Kept::default());
+        assert_eq!(open(location).kept, Kept::default());
     }
 
     /// A disk that lost a block, or an editor: nobody knows any more which one was best.
@@ -183,20 +191,20 @@ mod tests {
     fn a_file_that_cannot_be_read_keeps_all_that_are_there() {
         for damaged in ["{", "", "[1]", "\0\0"] {
             let home = tempfile::tempdir().expect("a folder");
-            let (location, disk) = (home.path(), Disk::real());
+            let location = home.path();
             for step in [10, 20] {
                 std::fs::create_dir(location.join(directory_name(step))).expect("a folder");
             }
             std::fs::write(location.join(FILE), damaged).expect("a file");
-            assert_eq!(spared(location, &disk), [10, 20], "{damaged:?}");
+            assert_eq!(spared(location), [10, 20], "{damaged:?}");
             std::fs::create_dir(location.join(directory_name(30))).expect("a folder");
-            assert_eq!(spared(location, &disk), [10, 20], "{damaged:?}: those that were there");
-            let mut best = Best::open(location, &disk);
+            assert_eq!(spared(location), [10, 20], "{damaged:?}: those that were there");
+            let mut best = open(location);
             best.begins(30, 2.0).expect("written");
             best.committed(30).expect("written");
-            assert_eq!(spared(location, &disk), [30, 10, 20], "{damaged:?}");
+            assert_eq!(spared(location), [30, 10, 20], "{damaged:?}");
             std::fs::remove_dir(location.join(directory_name(20))).expect("removed by hand");
-            assert_eq!(Best::open(location, &disk).kept.unknown, [10], "{damaged:?}");
+            assert_eq!(open(location).kept.unknown, [10], "{damaged:?}");
         }
     }
 }

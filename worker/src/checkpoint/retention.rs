@@ -75,7 +75,7 @@ impl Retention {
         self.learn(disk, &counted);
         counted.retain(|found| self.lock().whole.get(&found.step) == Some(&true));
         counted.truncate(counted.len().saturating_sub(keep));
-        let spared = best::spared(location, disk);
+        let spared = best::spared(location, disk).map_err(io)?;
         counted.retain(|found| !spared.contains(&found.step));
         let mut removed = Vec::new();
         for found in counted {

@@ -421,9 +421,13 @@ impl Work {
 
     /// The checkpoint of `step` is about to be written, and this is its held-out loss.
     fn note(&mut self, step: u64, loss: f64) {
-        let location = &self.identity.location;
-        let best = self.best.get_or_insert_with(|| Best::open(location, &self.disk));
-        warn_of(best.begins(step, loss));
+        if self.best.is_none() {
+            match Best::open(&self.identity.location, &self.disk) {
+                Ok(best) => self.best = Some(best),
+                Err(error) => return warn_of(Err(error)),
+            }
+        }
+        self.best.iter_mut().for_each(|best| warn_of(best.begins(step, loss)));
     }
 
     fn commit(&mut self, step: u64) -> Result<(), Failed> {

@@ -1,10 +1,9 @@
-//! What jobs have that come behind one that waits, and how much of it that one calls back.
+//! Nodes of jobs behind one that waits, and how many of them that one calls back.
 
 use super::{Allocator, Demand, RESERVED_MAX, Standing};
-use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// What a job calls back from those behind it.
+/// Nodes that a job calls back from those behind it.
 struct Call {
     /// Nodes that are to be its own.
     nodes: Vec<usize>,
@@ -101,17 +100,15 @@ impl<'a> Allocator<'a> {
         let (free, borrowed): (Vec<usize>, Vec<usize>) =
             ordered.iter().copied().partition(|at| self.free[*at]);
         let lacks = (least as usize).saturating_sub(stay.len() + free.len());
-        let mut others: Vec<usize> =
-            borrowed.iter().filter_map(|at| self.borrower[*at]).collect();
-        others.sort_by_key(|other| Reverse(*other));
-        others.dedup();
+        let mut others = BTreeMap::<usize, usize>::new();
+        for other in borrowed.iter().filter_map(|at| self.borrower[*at]) {
+            *others.entry(other).or_default() += 1;
+        }
         // Jobs that have no gang yet lose nothing; then some shrink, then some stop. The last one
         // comes first.
         let (mut starting, mut shrinking, mut stopping) = (Vec::new(), Vec::new(), Vec::new());
-        for other in others {
-            let own = borrowed.iter().filter(|at| self.borrower[**at] == Some(other));
-            let (own, yields) = (own.count(), yields(other));
-            let lent = own.min(lent(other));
+        for (other, own) in others.into_iter().rev() {
+            let (yields, lent) = (yields(other), own.min(lent(other)));
             match self.jobs[other].standing {
                 Standing::Waiting if yields => starting.push((other, own, true)),
                 _ => {
@@ -148,7 +145,7 @@ impl<'a> Allocator<'a> {
         Some(Call { nodes: nodes.copied().take(lacks).collect(), free, stopped })
     }
 
-    /// Of a job that lacks nothing but nodes on which its own workers have just failed: nobody
+    /// A job may lack nothing but nodes on which its own workers have just failed. Then nobody
     /// takes those while they rest, nor what is free beside them. Another job would keep them.
     pub(super) fn reserve(
         &mut self,

@@ -321,17 +321,17 @@ impl JobLoop {
     /// None where the status is yet to say so. Times of a status are whole seconds: a wait begins
     /// at the end of one, so that nobody stops for a job that came in the same second.
     pub(super) fn has_or_waits_since(&self) -> Option<Millis> {
-        const SECOND: Millis = 999;
+        const REST_OF_SECOND: Millis = 999;
         let has = self.tracker.observed.gang().is_some();
         let find = |kind: &str| self.report.written.conditions.iter().find(|of| of.type_ == kind);
         match find("Planned") {
-            None => (!has).then_some(self.created_at + SECOND),
+            None => (!has).then_some(self.created_at + REST_OF_SECOND),
             Some(planned) if has && planned.status == "True" => since(planned),
             Some(planned) if !has && planned.status != "True" => match find("Suspended") {
                 Some(suspended) if suspended.status == "True" => None,
                 suspended => {
                     let goes_on = suspended.and_then(since).unwrap_or(0);
-                    Some(since(planned)?.max(goes_on) + SECOND)
+                    Some(since(planned)?.max(goes_on) + REST_OF_SECOND)
                 }
             },
             Some(_) => None,

@@ -33,10 +33,10 @@ use change::{Change, ChangeArgs};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use cluster::{Cluster, Connection, JOBS, Kind};
 use complete::Wanted;
+use crate::controller::now;
 use error::MoeError;
-use moejob_plan::observed::Millis;
 use std::process::ExitCode;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// What a shell waits for a completion.
 const COMPLETION_MAX: Duration = Duration::from_secs(2);
@@ -223,12 +223,6 @@ async fn run_until_interrupted<T>(
         result = future => result,
         _ = tokio::signal::ctrl_c() => Err(MoeError::Interrupted),
     }
-}
-
-/// Milliseconds since 1970.
-fn now() -> Millis {
-    let since = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// `90s`, `10m`, `2h`, `1h30m`.

@@ -1,6 +1,7 @@
 //! A run's folder -> what of it is drawn.
 
-use super::time::{Beat, Times};use crate::cli::args::or_its_runs;
+use super::time::{Beat, Times};
+use crate::cli::args::or_its_runs;
 use crate::cli::moe::table::millis;
 use crate::cli::out::io;
 use moe_worker::data::Listing;

@@ -1,5 +1,6 @@
 //! `--budget 5m`: a few steps are measured, and `training.steps` is what fits into the time.
 
+use crate::controller::now;
 use super::RunArgs;
 use crate::cli::moe::table::millis;
 use crate::cli::out::io;
@@ -8,7 +9,6 @@ use moejob_manifest::job::millis_of;
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Steps that are measured; the first ones compile, and touch memory.
 const STEPS: u64 = 10;
@@ -172,12 +172,6 @@ fn measured_in(
     let lines = lines.map_err(failed)?;
     let lines = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     Ok(Measured { lines, began, ended })
-}
-
-/// Milliseconds since 1970.
-fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_millis() as u64
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! tried again with the next batch. The run's id is kept in `mlflow.json`, so that a run that goes
 //! on is one run there.
 
+use crate::controller::now;
 use super::post::{PostError, Server};
 use super::tfevents::values;
 use moe_worker::data::durable;
@@ -14,7 +15,7 @@ use moejob_protocol::report::StepReport;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// What waits for the thread; a step says one word.
 const WAITING_MAX: usize = 4096;
@@ -366,9 +367,6 @@ fn escaped(text: &str) -> String {
     text.bytes().map(byte).collect()
 }
 
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
-}
 
 #[cfg(test)]
 mod tests {
